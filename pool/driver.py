@@ -1,0 +1,70 @@
+"""What an arena asks of a device's virtual memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Driver"]
+
+
+class Driver(Protocol):
+    """Virtual memory of one device: addresses, handles, and mappings between them.
+
+    Every method is all or nothing: one that raises leaves no address, handle or mapping behind.
+    Sizes and addresses are bytes and multiples of `granularity`, except in `zero` and `tensor`.
+    """
+
+    name: str
+    """``"cuda"`` or ``"host"``; an adaptor answers as what it stands on."""
+    device: torch.device
+    granularity: int
+    """Bytes: the smallest amount that can be created and mapped."""
+    rdma_capable: bool
+    """Whether handles are created so that a network card may reach them."""
+
+    def reserve(self, nbytes: int) -> int:
+        """Set addresses aside, without memory, and return the first."""
+        ...
+
+    def release_reservation(self, address: int, nbytes: int) -> None:
+        """Give addresses back; nothing may be mapped there."""
+        ...
+
+    def create(self, nbytes: int) -> int:
+        """Take physical memory and return its handle. Raises `OutOfMemoryError`."""
+        ...
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Map a whole handle into a reservation, readable and writable."""
+        ...
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take the mapping of a whole handle away; waits for work that may use it."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Drop a handle; its memory is free once nothing maps it."""
+        ...
+
+    def export_fd(self, handle: int) -> int:
+        """A new file descriptor that another process can import; the caller closes it."""
+        ...
+
+    def import_fd(self, fd: int, nbytes: int) -> int:
+        """A handle to memory that another process exported; `fd` stays the caller's."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that `create` could still take, as measured now."""
+        ...
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill backed bytes with zero, ordered before work submitted later."""
+        ...
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over addresses, backed or not; it owns nothing."""
+        ...
