@@ -1,0 +1,100 @@
+"""The built-in answers to the hooks: drivers, refusals and the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, final
+
+from kvarena.hooks._markers import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from kvarena.hooks.requests import BudgetRequest, TransferConfig
+    from kvarena.pool import Driver, Refusal, SizingRequest
+    from kvarena.transfer import TransferEngine
+
+__all__ = ["DefaultBudget", "DefaultDrivers", "DefaultEngines", "DefaultRefusals"]
+
+
+@final
+class DefaultDrivers:
+    """CUDA's virtual memory for ``cuda`` devices, memfd handles for ``cpu``.
+
+    Parameters
+    ----------
+    memory_limit : int, optional
+        Bytes that the host driver may take in all; None: what the machine has.
+    """
+
+    plugin_name = "kvarena-drivers"
+
+    def __init__(self, memory_limit: int | None = None) -> None:
+        self._memory_limit = memory_limit
+
+    @hookimpl(trylast=True)
+    def kvarena_driver(self, device: torch.device) -> Driver | None:
+        """Answer for the two device types that kvarena knows."""
+        # Each imports what only its device needs.
+        if device.type == "cuda":
+            from kvarena.pool.cuda_vmm import CudaVmm
+
+            return CudaVmm(device)
+        if device.type == "cpu":
+            from kvarena.pool.host_vmm import HostVmm
+
+            return HostVmm(memory_limit=self._memory_limit)
+        return None
+
+
+@final
+class DefaultRefusals:
+    """The planner's own reasons."""
+
+    plugin_name = "kvarena-refusals"
+
+    @hookimpl(trylast=True)
+    def kvarena_refusals(self, request: SizingRequest) -> Iterable[Refusal]:
+        """Every built-in reason at once."""
+        from kvarena.pool import post_capture_kv_sizing_planned
+
+        return post_capture_kv_sizing_planned(request).refusals
+
+
+@final
+class DefaultBudget:
+    """Free memory as measured now, less the headroom."""
+
+    plugin_name = "kvarena-budget"
+
+    @hookimpl(trylast=True)
+    def kvarena_budget(self, request: BudgetRequest) -> int:
+        """Bytes for the pool, never more than its reservation."""
+        # The swap at finalize makes the new handle while the sink's is still there (so that it can be
+        # taken back), so the sink's bytes, one granule or a few, are not counted as free.
+        limits = [request.driver.free_bytes() - request.headroom_bytes, request.pool.total_bytes]
+        if request.most_bytes is not None:
+            limits.append(request.most_bytes)
+        return max(0, min(limits))
+
+
+@final
+class DefaultEngines:
+    """The transfer engines that kvarena ships, by name."""
+
+    plugin_name = "kvarena-engines"
+
+    @hookimpl(trylast=True)
+    def kvarena_transfer_engines(self, config: TransferConfig) -> list[TransferEngine]:
+        """Make those of the configured engines that are ours."""
+        engines: list[TransferEngine] = []
+        try:
+            for name in config.engines:
+                if name == "mooncake":
+                    from kvarena.transfer.mooncake import MooncakeEngine
+
+                    engines.append(MooncakeEngine(config.hostname))
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            raise
+        return engines

@@ -1,0 +1,125 @@
+"""The plugin manager: pluggy's, with failures that carry the plugin's name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import pluggy
+from kvarena.errors import KvArenaError
+from kvarena.hooks import specs
+from kvarena.hooks._markers import PROJECT
+from kvarena.hooks.errors import HookError, PluginLoadError
+
+__all__ = ["HookManager", "create_manager"]
+
+
+@final
+class HookManager(pluggy.PluginManager):
+    """pluggy's manager for the hooks of :mod:`kvarena.hooks.specs`.
+
+    An exception of a plugin leaves a call as `HookError`, which names the plugin; kvarena's own
+    errors pass unchanged, because their types are what callers act on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PROJECT)
+        self.add_hookspecs(specs)
+
+    def register(self, plugin: object, name: str | None = None) -> str | None:
+        """Register a plugin; a hook with an unknown name or argument is refused with the plugin's name."""
+        try:
+            registered = super().register(plugin, name)
+            self.check_pending()
+        except pluggy.PluginValidationError as error:
+            refused = name or self.get_canonical_name(plugin)
+            self.unregister(plugin)
+            raise PluginLoadError(refused, error) from error
+        if registered is None:  # blocked
+            return None
+        for caller in self.get_hookcallers(plugin) or ():
+            for impl in caller.get_hookimpls():
+                # A wrapper is a generator: it raises through pluggy, after its plugin has run.
+                if impl.plugin is plugin and not (impl.hookwrapper or impl.wrapper):
+                    impl.function = _named(impl.function, registered, caller.name)
+        return registered
+
+    def load_entry_points(self, group: str = PROJECT) -> list[str]:
+        """Load the installed plugins of the entry-point group, in the order of their names.
+
+        Returns
+        -------
+        list of str
+            The names that were registered.
+
+        Raises
+        ------
+        PluginLoadError
+            One cannot be imported, or its hooks do not fit the specs.
+        """
+        loaded = []
+        for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda entry: entry.name):
+            if self.is_blocked(entry.name) or self.has_plugin(entry.name):
+                continue
+            try:
+                plugin = entry.load()
+            except Exception as error:
+                raise PluginLoadError(entry.name, error) from error
+            if self.register(plugin, entry.name) is not None:
+                loaded.append(entry.name)
+        return loaded
+
+    def call_every(self, hook: str, **kwargs: Any) -> list[KvArenaError]:
+        """Call a hook in every plugin, also after one has failed, and return the failures.
+
+        For the moments when everyone must hear, such as a pool's closing.
+        """
+        failures: list[KvArenaError] = []
+        everyone = self.get_plugins()
+        # The order of a plain call: last registered first.
+        implementations = getattr(self.hook, hook).get_hookimpls()
+        for plugin in [impl.plugin for impl in reversed(implementations)]:
+            try:
+                self.subset_hook_caller(hook, everyone - {plugin})(**kwargs)
+            except KvArenaError as error:
+                failures.append(error)
+        return failures
+
+
+def create_manager(
+    plugins: Iterable[object] = (), *, entry_points: bool = True, block: Iterable[str] = ()
+) -> HookManager:
+    """Make a manager with the built-in defaults given, then third parties.
+
+    Parameters
+    ----------
+    plugins : iterable of object
+        Registered first, so that whatever is installed can answer before them.
+    entry_points : bool
+        Whether to load the distributions of the entry-point group ``kvarena``.
+    block : iterable of str
+        Names that are never registered.
+    """
+    manager = HookManager()
+    for name in block:
+        manager.set_blocked(name)
+    for plugin in plugins:
+        manager.register(plugin, getattr(plugin, "plugin_name", None))
+    if entry_points:
+        manager.load_entry_points()
+    return manager
+
+
+def _named(function: Callable[..., object], plugin: str, hook: str) -> Callable[..., object]:
+    @functools.wraps(function)
+    def call(*args: object) -> object:
+        try:
+            return function(*args)
+        except KvArenaError:
+            raise
+        except Exception as error:
+            raise HookError(plugin, hook, error) from error
+
+    return call

@@ -1,0 +1,39 @@
+"""What the hooks are asked with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvarena.pool import Driver, UnifiedKVPool
+
+__all__ = ["BudgetRequest", "TransferConfig"]
+
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """The pool to size, and what must stay free beside it."""
+
+    pool: UnifiedKVPool
+    driver: Driver
+    headroom_bytes: int = 0
+    """Bytes to leave free, for activations that no captured graph covers."""
+    most_bytes: int | None = None
+    """A limit that the operator set; None: what fits."""
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """The transfer engines that a process was configured with."""
+
+    engines: Sequence[str] = ()
+    """Names: ``"mooncake"``, ``"nixl"``, ``"same-host"``, or a third party's."""
+    hostname: str = "127.0.0.1"
+    """The address that peers reach this process at."""
+    device: str = "cpu"
+    timeout_s: float = 10.0
+    """Seconds after which a transfer counts as failed."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Engine-specific settings, by name."""

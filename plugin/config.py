@@ -1,0 +1,160 @@
+"""Settings: the environment first (``KVARENA_*``), then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from kvarena.errors import KvArenaError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["ConfigError", "Settings", "load_settings", "parse_bytes"]
+
+PREFIX = "KVARENA_"
+#: Read elsewhere: where the file is, and switches of the project's own tests.
+NOT_SETTINGS = ("KVARENA_CONFIG", "KVARENA_TEST_", "KVARENA_CONTRACT_")
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class ConfigError(KvArenaError):
+    """A setting is unknown or has a value that cannot be used."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting, named in the environment as ``KVARENA_`` and the upper-case name.
+
+    Sizes take bytes or a number with KiB, MiB, GiB or TiB.
+    """
+
+    enable: bool = False
+    """Turn the plugin on inside an engine."""
+    memory_limit: int | None = None
+    """Bytes that the host driver may take (CPU only); None: what the machine has."""
+    headroom: int = 0
+    """Bytes to leave free beside the pool."""
+    pool_bytes: int | None = None
+    """The most that the pool may get; None: what fits."""
+    transfer: tuple[str, ...] = ()
+    """Transfer engines, comma-separated: mooncake, nixl, same-host, or a third party's."""
+    transfer_host: str = "127.0.0.1"
+    """The address that peers reach this process at."""
+    transfer_timeout: Positive = 10.0
+    """Seconds after which a transfer, or a silent peer, counts as failed."""
+    same_host: bool = False
+    """Inside SGLang: serve peers on this host through mapped arenas."""
+    socket_dir: str | None = None
+    """Where same-host sockets and status files lie; a directory of mode 0700. None: chosen."""
+    load_plugins: bool = True
+    """Load the installed distributions of the entry-point group ``kvarena``."""
+    block_plugins: tuple[str, ...] = ()
+    """Entry-point names that are not loaded, comma-separated."""
+    metrics_port: Port | None = None
+    """Serve Prometheus metrics on this port of the loopback address; 0: a free one."""
+    status: bool = True
+    """Keep an owner-only status file for ``kvarena status``."""
+    sglang_experimental: bool = False
+    """Back-port post-capture sizing to SGLang releases that are not fully supported (0.5.17-0.5.19)."""
+    finalize_retries: Annotated[int, msgspec.Meta(ge=0, le=32)] = 4
+    """How often finalize tries again with less when backing runs out of memory."""
+
+
+def load_settings(
+    environ: Mapping[str, str] | None = None, *, path: str | os.PathLike[str] | None = None
+) -> Settings:
+    """Read the settings.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Instead of the process's environment.
+    path : path, optional
+        A TOML file with the same names in lower case; by default the one that ``KVARENA_CONFIG`` names.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name, a value of the wrong kind, or a file that cannot be read; the message names
+        the variable or key.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get("KVARENA_CONFIG") or None
+    values: dict[str, Any] = _read_toml(Path(path)) if path else {}
+    _refuse_unknown(values, f"key in {path}", lambda name: name)
+    given = {
+        name[len(PREFIX) :].lower(): value
+        for name, value in environ.items()
+        # An empty variable is how a shell unsets one for a single command.
+        if value and name.startswith(PREFIX) and not name.startswith(NOT_SETTINGS)
+    }
+    _refuse_unknown(given, "environment variable", lambda name: PREFIX + name.upper())
+    sources = dict.fromkeys(values, str(path)) | {name: PREFIX + name.upper() for name in given}
+    values |= {name: _split(name, value) for name, value in given.items()}
+    for name in ("memory_limit", "headroom", "pool_bytes"):
+        if name in values:
+            values[name] = parse_bytes(values[name], what=f"{name} ({sources[name]})")
+    try:
+        # Not strict: an environment knows only strings, so "1" is a number and a truth value.
+        return msgspec.convert(values, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        named = next((name for name in values if f"`$.{name}" in str(error)), None)
+        raise ConfigError(
+            f"setting {named or '?'}: {error}.", fix=f"Change {sources[named]}." if named else ""
+        ) from error
+
+
+def parse_bytes(value: object, *, what: str = "size") -> int:
+    """Bytes from a number or a text such as ``"512MiB"``.
+
+    Raises
+    ------
+    ConfigError
+        Not a size, or a negative one.
+    """
+    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+    text = str(value).strip()
+    number = text.rstrip("bBkKmMgGtTiI ")
+    factor = units.get(text[len(number) :].strip().lower())
+    try:
+        size = -1 if factor is None or isinstance(value, bool) else int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise ConfigError(
+            f"{what}: {value!r} is no size.", fix="Give bytes, or a number with KiB, MiB, GiB or TiB."
+        )
+    return size
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"the settings file {path} cannot be read: {error}.", fix="Mend it, or unset KVARENA_CONFIG."
+        ) from error
+
+
+def _refuse_unknown(values: Mapping[str, object], where: str, spelled: Any) -> None:
+    known = Settings.__struct_fields__
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"unknown {where}: {', '.join(map(spelled, unknown))}.",
+            fix=f"Known are: {', '.join(map(spelled, known))}.",
+        )
+
+
+def _split(name: str, value: str) -> object:
+    if name in ("transfer", "block_plugins"):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value

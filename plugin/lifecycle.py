@@ -1,0 +1,357 @@
+"""A pool's life from plan to close, with every decision made through the hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol, final
+
+from kvarena.errors import KvArenaError
+from kvarena.hooks import BudgetRequest, HookManager, TransferConfig, create_manager
+from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines, DefaultRefusals
+from kvarena.plugin.config import ConfigError, Settings
+from kvarena.plugin.timeline import Timeline
+from kvarena.pool._transaction import Transaction
+
+if TYPE_CHECKING:
+    import torch
+    from kvarena.hooks.ledgers import LedgerKeeper
+    from kvarena.pool import (
+        Driver,
+        PostCaptureKVResize,
+        Refusal,
+        SizingRequest,
+        SubPoolSpec,
+        UnifiedKVPool,
+    )
+    from kvarena.transfer import RegistrationLedger, TransferEngine
+
+__all__ = ["ElasticAllocator", "PoolLifecycle", "ResizableAllocator", "collect_refusals", "make_manager"]
+
+logger = logging.getLogger("kvarena")
+
+
+class ResizableAllocator(Protocol):
+    """What finalize asks of the allocators above a pool."""
+
+    def resize(self, config: PostCaptureKVResize) -> None:
+        """Take the pool's final size; refused while anything is allocated."""
+        ...
+
+    def revert_resize(self) -> None:
+        """Take the reservation's size again, because a finalize is taken back."""
+        ...
+
+
+class ElasticAllocator(Protocol):
+    """What growth and give-back ask of the allocators, with requests in flight."""
+
+    def extend_capacity(self) -> None:
+        """Take the pool's size, which has grown."""
+        ...
+
+    def shrink_capacity(self, total_bytes: int) -> None:
+        """Move every live page below `total_bytes`, and allocate none above; or raise."""
+        ...
+
+
+@final
+class PoolLifecycle:
+    """Leads one pool through reserve, capture, finalize, growth and close.
+
+    Parameters
+    ----------
+    settings : Settings
+        What the operator set.
+    manager : HookManager, optional
+        By default one with the built-in answers and the installed plugins.
+    device : torch.device or str
+        Where the pool lies.
+    """
+
+    def __init__(
+        self, settings: Settings, *, device: torch.device | str, manager: HookManager | None = None
+    ) -> None:
+        import torch
+
+        self.settings = settings
+        self.device = torch.device(device)
+        self.manager = make_manager(settings) if manager is None else manager
+        self.timeline = Timeline()
+        self.pool: UnifiedKVPool | None = None
+        self._driver: Driver | None = None
+        self._keeper: LedgerKeeper | None = None
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that the hooks chose for the device."""
+        if self._driver is None:
+            self._driver = self.manager.hook.kvarena_driver(device=self.device)
+        if self._driver is None:
+            raise ConfigError(
+                f"no driver for device {self.device}.",
+                fix="Use cuda or cpu, or install a plugin that answers kvarena_driver.",
+            )
+        return self._driver
+
+    @property
+    def ledgers(self) -> Sequence[RegistrationLedger]:
+        """One ledger for each transfer engine, as they stand."""
+        return () if self._keeper is None else tuple(self._keeper.ledgers)
+
+    def plan(self, request: SizingRequest) -> tuple[Refusal, ...]:
+        """Ask every plugin why this configuration should not be sized after capture; empty: go on."""
+        refusals = collect_refusals(self.manager, request)
+        for refusal in refusals:
+            self.timeline.add("refused", code=refusal.code, setting=refusal.setting)
+            logger.warning("kvarena: not sized after capture: %s", refusal.reason)
+        return refusals
+
+    def reserve(
+        self,
+        specs: Sequence[SubPoolSpec],
+        *,
+        total_bytes: int,
+        page_size: int,
+        bs1_floor_terms: Iterable[tuple[str, int]] = (),
+        post_capture: bool = True,
+    ) -> UnifiedKVPool:
+        """Reserve the largest pool that could fit and back its sink only.
+
+        Parameters
+        ----------
+        specs : sequence of SubPoolSpec
+            One grow-up end, one grow-down end, any floats.
+        total_bytes : int
+            The upper bound.
+        page_size : int
+            Tokens a page.
+        bs1_floor_terms : iterable of (str, int)
+            Tokens of each sub-pool that one request needs at least.
+        post_capture : bool
+            False: an eager pool of `total_bytes`, what a refused configuration gets.
+        """
+        from kvarena.hooks.ledgers import LedgerKeeper
+        from kvarena.pool import UnifiedKVPool
+
+        if self.pool is not None:
+            raise KvArenaError("this lifecycle has a pool already.", fix="Make one lifecycle for each pool.")
+        engines = self._make_engines()
+        with ExitStack() as undo:
+            for engine in engines:
+                undo.callback(engine.close)
+            with self.timeline.timed("reserved" if post_capture else "eager") as event:
+                pool = UnifiedKVPool(
+                    total_bytes=total_bytes,
+                    sub_pool_specs=specs,
+                    driver=self.driver,
+                    page_size=page_size,
+                    post_capture_active=post_capture,
+                    bs1_floor_terms=list(bs1_floor_terms),
+                )
+                event.update(nbytes=pool.arena.reserved_bytes, address=pool.arena.base)
+            undo.callback(pool.close)
+            self.timeline.add(
+                "sink" if post_capture else "backed", nbytes=pool.arena.backed_bytes, address=pool.arena.base
+            )
+            self._keeper = LedgerKeeper(self.manager, engines)
+            undo.callback(self._drop_keeper)
+            self.manager.register(self._keeper, LedgerKeeper.plugin_name)
+            with self.timeline.timed("registered") as event:
+                self.manager.hook.kvarena_pool_reserved(pool=pool)
+                event.update(nbytes=self._registered_bytes, address=pool.arena.base)
+            undo.pop_all()
+        self.pool = pool
+        return pool
+
+    def budget(self) -> int:
+        """Measure, now that graphs are captured, how many bytes the pool may have, sink included."""
+        pool = self._pool()
+        with self.timeline.timed("budget") as event:
+            request = BudgetRequest(
+                pool, self.driver, headroom_bytes=self.settings.headroom, most_bytes=self.settings.pool_bytes
+            )
+            nbytes = int(self.manager.hook.kvarena_budget(request=request))
+            event.update(nbytes=nbytes, headroom=self.settings.headroom, free=self.driver.free_bytes())
+        return nbytes
+
+    def finalize(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> PostCaptureKVResize:
+        """Back the final size in place, resize the allocators, re-register: all of it or nothing.
+
+        When backing runs out of memory it is tried again with less, as often as
+        ``finalize_retries`` says.
+
+        Returns
+        -------
+        PostCaptureKVResize
+            The size that stands; smaller than asked for after a retry.
+
+        Raises
+        ------
+        KvArenaError
+            The pool, its allocators and its registrations are as they were.
+        """
+        from kvarena.pool import OutOfMemoryError, smaller_resize
+
+        for left in range(self.settings.finalize_retries, -1, -1):
+            try:
+                self._finalize_once(resize, allocator)
+            except OutOfMemoryError as error:
+                if not left:
+                    raise
+                resize = smaller_resize(self._pool(), resize)
+                logger.warning("kvarena: %s Trying %d bytes.", error, resize.unified_memory_pool_bytes)
+            else:
+                break
+        return resize
+
+    def grow(self, total_bytes: int, allocator: ElasticAllocator) -> None:
+        """Back and register more, up to `total_bytes`, while requests are served.
+
+        Raises
+        ------
+        KvArenaError
+            Everything is as it was.
+        """
+        pool = self._pool()
+        before = pool.total_bytes
+        with Transaction() as transaction:
+            with self.timeline.timed("grown") as event:
+                pool.grow(total_bytes)
+                transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
+                event.update(nbytes=pool.total_bytes, address=pool.arena.base)
+            transaction.undo(lambda: self._announce_resizing(pool, before), "letting go of the new memory")
+            # Requests get pages in the new memory only once every engine knows it.
+            self._register(pool, self._resize_now(pool))
+            allocator.extend_capacity()
+
+    def give_back(self, total_bytes: int, allocator: ElasticAllocator) -> None:
+        """Move live pages out of the tail, unregister it, then let its memory go.
+
+        Raises
+        ------
+        KvArenaError
+            Pages in the tail are in flight, or the rest has no room for them; everything is as it was.
+        """
+        pool = self._pool()
+        with Transaction() as transaction:
+            allocator.shrink_capacity(total_bytes)
+            transaction.undo(allocator.extend_capacity, "giving the allocators their old size")
+            transaction.undo(
+                lambda: self._register(pool, self._resize_now(pool)), "registering the tail again"
+            )
+            self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
+            with self.timeline.timed("given back") as event:
+                pool.give_back(total_bytes)
+                event.update(nbytes=pool.total_bytes, address=pool.arena.base)
+        self._register(pool, self._resize_now(pool))
+
+    def close(self) -> None:
+        """Tell everyone, let go of every region, then of the memory; a second call does nothing.
+
+        Raises
+        ------
+        KvArenaError
+            A plugin failed. The memory is kept only while a ledger could not let go of its regions.
+        """
+        pool, self.pool = self.pool, None
+        if pool is None:
+            return
+        failures = self.manager.call_every("kvarena_pool_closing", pool=pool)
+        if any(ledger.regions for ledger in self.ledgers):
+            self.pool = pool
+            raise failures[0]
+        for ledger in self.ledgers:
+            try:
+                ledger.engine.close()
+            except KvArenaError as error:
+                failures.append(error)
+        self._drop_keeper()
+        pool.close()
+        self.timeline.add("closed")
+        if failures:
+            raise failures[0]
+
+    def _finalize_once(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> None:
+        pool = self._pool()
+        with Transaction() as transaction:
+            # Last to be undone: when the sink is back, everyone hears of it and registers it.
+            transaction.undo(lambda: self._announce_reserved(pool), "announcing the sink")
+            self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=0)
+            with self.timeline.timed("finalized") as event:
+                pool.finalize_backing(resize)
+                transaction.undo(pool.revert_finalize, "backing the sink alone again")
+                allocator.resize(resize)
+                transaction.undo(allocator.revert_resize, "giving the allocators their old size")
+                event.update(nbytes=pool.total_bytes, address=pool.arena.base)
+            # First to be undone: nothing may stay registered over memory that goes.
+            transaction.undo(lambda: self._announce_resizing(pool, 0), "letting go of the new memory")
+            self._register(pool, resize)
+
+    def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize) -> None:
+        with self.timeline.timed("registered") as event:
+            self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
+            event.update(nbytes=self._registered_bytes, address=pool.arena.base)
+
+    def _announce_reserved(self, pool: UnifiedKVPool) -> None:
+        _raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
+
+    def _announce_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
+        _raise_first(self.manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
+
+    @property
+    def _registered_bytes(self) -> int:
+        return 0 if self._keeper is None else self._keeper.registered_bytes
+
+    def _make_engines(self) -> list[TransferEngine]:
+        config = TransferConfig(
+            engines=self.settings.transfer,
+            hostname=self.settings.transfer_host,
+            device=str(self.device),
+            timeout_s=self.settings.transfer_timeout,
+        )
+        answers = self.manager.hook.kvarena_transfer_engines(config=config)
+        engines = [engine for answer in answers for engine in answer or ()]
+        missing = set(self.settings.transfer) - {engine.name for engine in engines}
+        if missing:
+            for engine in engines:
+                engine.close()
+            raise ConfigError(
+                f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
+                fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
+            )
+        return engines
+
+    def _drop_keeper(self) -> None:
+        if self._keeper is not None:
+            self.manager.unregister(self._keeper)
+            self._keeper = None
+
+    def _pool(self) -> UnifiedKVPool:
+        if self.pool is None:
+            raise KvArenaError("there is no pool.", fix="Call reserve first.")
+        return self.pool
+
+    @staticmethod
+    def _resize_now(pool: UnifiedKVPool) -> PostCaptureKVResize:
+        from kvarena.pool import resize_for
+
+        return resize_for(pool, pool.total_bytes)
+
+
+def make_manager(settings: Settings) -> HookManager:
+    """The manager that `settings` ask for: the built-in answers, then the installed plugins."""
+    defaults = (DefaultDrivers(settings.memory_limit), DefaultRefusals(), DefaultBudget(), DefaultEngines())
+    return create_manager(defaults, entry_points=settings.load_plugins, block=settings.block_plugins)
+
+
+def collect_refusals(manager: HookManager, request: SizingRequest) -> tuple[Refusal, ...]:
+    """Every plugin's reasons, each once."""
+    answers = manager.hook.kvarena_refusals(request=request)
+    return tuple(dict.fromkeys(refusal for answer in answers for refusal in answer or ()))
+
+
+def _raise_first(failures: Sequence[KvArenaError]) -> None:
+    if failures:
+        raise failures[0]

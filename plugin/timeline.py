@@ -1,0 +1,67 @@
+"""What happened to a pool, when, and to how many bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+__all__ = ["Event", "Timeline"]
+
+logger = logging.getLogger("kvarena")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One decision in a pool's life."""
+
+    name: str
+    """``reserved``, ``sink``, ``captured``, ``budget``, ``finalized``, ``registered``, ``grown``, ..."""
+    nbytes: int | None
+    address: int | None
+    milliseconds: float
+    """How long it took."""
+    at_s: float
+    """Seconds since the timeline began."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@final
+class Timeline:
+    """Collects the events of one pool and logs one line for each, with stable keys."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._began = time.perf_counter()
+
+    def add(
+        self,
+        name: str,
+        *,
+        nbytes: int | None = None,
+        address: int | None = None,
+        milliseconds: float = 0.0,
+        **details: Any,
+    ) -> Event:
+        """Record an event that has ended."""
+        event = Event(name, nbytes, address, milliseconds, time.perf_counter() - self._began, details)
+        self.events.append(event)
+        fields = {"bytes": nbytes, "address": None if address is None else hex(address)} | details
+        text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
+        logger.info("kvarena: %s %s ms=%.3f", name, text, milliseconds)
+        return event
+
+    @contextmanager
+    def timed(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
+        """Time a block; what it puts into the yielded dictionary becomes part of the event."""
+        found: dict[str, Any] = dict(details)
+        began = time.perf_counter()
+        yield found
+        self.add(name, milliseconds=(time.perf_counter() - began) * 1e3, **found)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The events as plain dictionaries, for JSON and for messages between processes."""
+        return [asdict(event) for event in self.events]
