@@ -35,7 +35,9 @@ class HookManager(pluggy.PluginManager):
             self.check_pending()
         except pluggy.PluginValidationError as error:
             refused = name or self.get_canonical_name(plugin)
-            self.unregister(plugin)
+            # Some releases of pluggy have taken it out again already.
+            if self.is_registered(plugin):
+                self.unregister(plugin)
             raise PluginLoadError(refused, error) from error
         if registered is None:  # blocked
             return None

@@ -34,7 +34,7 @@ def kvarena_driver(device: torch.device) -> Driver | None:
 
 @hookspec(firstresult=True)
 def kvarena_budget(request: BudgetRequest) -> int | None:
-    """How many bytes may the pool have, sink included, now that graphs are captured? The first answer counts."""
+    """How many bytes may the pool have, now that graphs are captured? The first answer counts."""
 
 
 @hookspec
@@ -44,7 +44,7 @@ def kvarena_pool_reserved(pool: UnifiedKVPool) -> None:
 
 @hookspec
 def kvarena_pool_resizing(pool: UnifiedKVPool, keep_bytes: int) -> None:
-    """Memory behind the pool's bytes from `keep_bytes` on is about to be replaced or taken: let go of those."""
+    """The memory behind the pool from `keep_bytes` on is about to be replaced or taken: let go of it."""
 
 
 @hookspec

@@ -1,0 +1,26 @@
+# Two commands for a user: `make demo` and `make test`. Each does its own set-up; a second run reuses the venv.
+VENV ?= .venv
+EXTRAS ?= dev,mooncake-cpu,nixl-cu12
+PY = $(VENV)/bin/python
+READY = $(VENV)/.kvarena-ready
+
+.PHONY: demo test check contract docs clean
+
+demo: $(READY)
+	$(VENV)/bin/kvarena demo $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $(ARGS)
+
+check: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+$(READY): pyproject.toml constraints.txt tools/setup.sh
+	sh tools/setup.sh $(VENV) $(EXTRAS)
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .cache
