@@ -1,0 +1,53 @@
+"""Registers arena memory with transfer engines, and moves pages between arenas."""
+
+from __future__ import annotations
+
+from kvarena.transfer.errors import (
+    Difference,
+    EngineUnavailable,
+    LeaseError,
+    ManifestMismatch,
+    PageError,
+    QuiesceTimeout,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from kvarena.transfer.lease import Lease, LeaseTable
+from kvarena.transfer.ledger import RegistrationLedger
+from kvarena.transfer.manifest import Manifest, SubPoolManifest
+from kvarena.transfer.mooncake import MooncakeEngine
+from kvarena.transfer.pages import PageCopies, join_copies, plan_page_copies
+from kvarena.transfer.protocol import BufferInfos, Capabilities, Pending, Region, TransferEngine
+from kvarena.transfer.quiesce import Quiesce
+from kvarena.transfer.recording import RecordingEngine
+
+__all__ = [
+    "BufferInfos",
+    "Capabilities",
+    "Difference",
+    "EngineUnavailable",
+    "Lease",
+    "LeaseError",
+    "LeaseTable",
+    "Manifest",
+    "ManifestMismatch",
+    "MooncakeEngine",
+    "PageCopies",
+    "PageError",
+    "Pending",
+    "Quiesce",
+    "QuiesceTimeout",
+    "RecordingEngine",
+    "Region",
+    "RegistrationError",
+    "RegistrationLedger",
+    "SubPoolManifest",
+    "TransferEngine",
+    "TransferError",
+    "TransferFailed",
+    "TransferTimeout",
+    "join_copies",
+    "plan_page_copies",
+]

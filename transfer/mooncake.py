@@ -1,0 +1,318 @@
+"""Mooncake's transfer engine behind kvarena's protocol."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from kvarena.transfer._worker import Job, PeerWorker
+from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed
+from kvarena.transfer.mooncake_install import installed_variants, load_transfer_engine
+from kvarena.transfer.protocol import Capabilities, Pending, Region
+
+__all__ = ["MooncakeEngine"]
+
+log = logging.getLogger(__name__)
+
+# Mooncake's include/error.h.
+_MEANINGS = {
+    -1: "invalid argument",
+    -3: "the address is not registered",
+    -7: "overlaps a registered region",
+    -101: "the host name does not resolve",
+    -102: "the peer does not answer",
+    -200: "the metadata service failed",
+    -202: "the device context failed",
+}
+_NOT_REGISTERED = -3
+# Over TCP, Mooncake refuses a batch of more than 2052 operations at once unless this is raised.
+_QUEUE_KNOB = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
+_QUEUE_LENGTH = 65535
+_MOST_OPERATIONS = 16384  # of one batch, as far as it was measured
+# A failure this late was a timeout in the engine: to repeat it would only double the wait.
+_RETRY_WITHIN_SECONDS = 2.0
+
+
+class _Description(msgspec.Struct, frozen=True, kw_only=True):
+    engine: str = "mooncake"
+    session: str
+    protocol: str
+
+
+class _Peer:
+    __slots__ = ("failed_before", "worker")
+
+    def __init__(self, session: str) -> None:
+        self.worker = PeerWorker(f"mooncake {session}")
+        self.failed_before = False
+
+
+class MooncakeEngine:
+    """A Mooncake transfer engine of this process, with its own port.
+
+    Regions are registered and unregistered one by one: Mooncake's batch call with one address that
+    it does not hold leaves the others blocked for the life of the engine.
+
+    Parameters
+    ----------
+    hostname : str
+        The address at which peers reach this process.
+    protocol : {"tcp", "rdma", "nvlink", "efa"}
+        ``"tcp"`` sets ``MC_FORCE_TCP=1`` and ``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535`` in the
+        environment, unless they are set: without the first Mooncake takes RDMA wherever it finds a card.
+    device_name : str
+        Network devices, as Mooncake wants them; empty: it chooses.
+    location : str
+        Where registered memory lives (``"cuda:0"``, ``"cpu:0"``); ``"*"``: Mooncake finds out.
+    timeout : float, optional
+        Seconds after which Mooncake gives a transfer up (``MC_TRANSFER_TIMEOUT``, at least 5; it is
+        30 if neither this nor the variable is set). Set for the process, unless it is set.
+    transfer_engine : optional
+        An initialised ``mooncake.engine.TransferEngine`` to use instead of a new one; the caller
+        keeps it. Needs no ``hostname`` but the one that it was initialised with.
+
+    Raises
+    ------
+    EngineUnavailable
+        Mooncake is missing, broken, installed twice, or does not start.
+    """
+
+    def __init__(
+        self,
+        hostname: str = "127.0.0.1",
+        *,
+        protocol: str = "tcp",
+        device_name: str = "",
+        location: str = "*",
+        timeout: float | None = None,
+        transfer_engine: Any = None,
+        name: str = "mooncake",
+    ) -> None:
+        self.name = name
+        self.protocol = protocol
+        self.retries = 0
+        self._location = location
+        self._lock = threading.RLock()
+        self._regions: dict[int, Region] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._closed = False
+        if transfer_engine is None:
+            transfer_engine = _started(hostname, protocol, device_name, timeout)
+        self._engine = transfer_engine
+        self.session = f"{hostname}:{transfer_engine.get_rpc_port()}"
+        self.capabilities = _capabilities(protocol, os.environ)
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """All or nothing; every return code is checked."""
+        with self._lock:
+            done: list[Region] = []
+            try:
+                for region in regions:
+                    self._register(region)
+                    done.append(region)
+            except RegistrationError:
+                for region in reversed(done):
+                    self._unregister(region)
+                raise
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """All or nothing; Mooncake never sees an address that this engine did not register."""
+        with self._lock:
+            for region in regions:
+                if self._regions.get(region.address) != region:
+                    raise self._refused("unregister", region, None, "this engine did not register it")
+            done: list[Region] = []
+            try:
+                for region in regions:
+                    self._unregister(region)
+                    done.append(region)
+            except RegistrationError:
+                for region in reversed(done):
+                    self._register(region)
+                raise
+
+    def describe(self) -> bytes:
+        """The session, ``host:port``; regions are not in it, for the target checks every write itself."""
+        return msgspec.json.encode(_Description(session=self.session, protocol=self.protocol))
+
+    def connect(self, description: bytes) -> str:
+        """The peer's session. Raises `TransferFailed` if it is no Mooncake session or does not answer."""
+        try:
+            peer = msgspec.json.decode(description, type=_Description)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(self.name, "?", None, f"not a Mooncake description: {error}") from error
+        if peer.engine != "mooncake" or peer.protocol != self.protocol:
+            raise TransferFailed(
+                self.name,
+                peer.session,
+                None,
+                f"it speaks {peer.engine}/{peer.protocol}, not mooncake/{self.protocol}",
+            )
+        self._refuse_if_closed(peer.session)
+        code = self._engine.send_probe(peer.session)
+        if code != 0:
+            raise TransferFailed(self.name, peer.session, code, _MEANINGS.get(code, ""))
+        with self._lock:
+            if peer.session not in self._peers:
+                self._peers[peer.session] = _Peer(peer.session)
+        return peer.session
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; what has not begun fails, what has begun ends by Mooncake's own timeout."""
+        with self._lock:
+            known = self._peers.pop(peer, None)
+        if known is not None:
+            known.worker.stop(0.0)
+
+    def submit(self, peer: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> Pending:
+        """Start writing; operations beyond a batch's limit follow in further batches."""
+        sources, targets, sizes = _integers(src), _integers(dst), _integers(lengths)
+        if not len(sources) == len(targets) == len(sizes):
+            raise TransferFailed(
+                self.name, peer, None, f"{len(sources)} sources, {len(targets)} targets, {len(sizes)} lengths"
+            )
+        self._refuse_if_closed(peer)
+        with self._lock:
+            known = self._peers.get(peer)
+        if known is None:
+            raise TransferFailed(self.name, peer, None, "not connected", operations=len(sources))
+        step = self.capabilities.max_batch or max(1, len(sources))
+
+        def work() -> None:
+            for first in range(0, len(sources), step):
+                part = slice(first, first + step)
+                self._write(known, peer, sources[part], targets[part], sizes[part])
+
+        job = Job(self.name, peer, len(sources), work)
+        known.worker.put(job)
+        return job
+
+    def close(self) -> None:
+        """Stop, unregister everything, let the engine go; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers, self._peers = self._peers, {}
+        idle = [peer.worker.stop(_RETRY_WITHIN_SECONDS) for peer in peers.values()]
+        with self._lock:
+            for region in tuple(self._regions.values()):
+                try:
+                    self._unregister(region)
+                except RegistrationError as error:
+                    log.warning("%s", error)
+            self._regions.clear()
+            if all(idle):
+                self._engine = None
+            else:  # a thread is still inside it, and to destroy it there would crash
+                log.warning("%s: a transfer to a peer that hangs keeps the engine alive", self.name)
+                _abandoned.append(self._engine)
+
+    def _register(self, region: Region) -> None:
+        if self._closed:
+            raise self._refused("register", region, None, "the engine is closed")
+        code = self._engine.register_memory(region.address, region.nbytes, self._location)
+        if code != 0:
+            raise self._refused("register", region, code, _MEANINGS.get(code, ""))
+        self._regions[region.address] = region
+
+    def _unregister(self, region: Region) -> None:
+        code = self._engine.unregister_memory(region.address)
+        if code != 0:
+            raise self._refused("unregister", region, code, _MEANINGS.get(code, ""))
+        del self._regions[region.address]
+
+    def _refused(self, action: str, region: Region, code: int | None, meaning: str) -> RegistrationError:
+        return RegistrationError(
+            self.name,
+            region,
+            code,
+            action=action,
+            meaning=meaning,
+            unknown=action == "unregister" and code in (None, _NOT_REGISTERED),
+        )
+
+    def _refuse_if_closed(self, peer: str) -> None:
+        if self._closed:
+            raise TransferFailed(self.name, peer, None, "the engine is closed")
+
+    def _write(self, peer: _Peer, session: str, src: list[int], dst: list[int], lengths: list[int]) -> None:
+        """Write one batch, on the peer's thread.
+
+        A refused transfer breaks a lane of its connection, and the next good one may fail for it:
+        after a failure, and only then, one that fails quickly is tried once more.
+        """
+        started = time.monotonic()
+        code = self._engine.batch_transfer_sync_write(session, src, dst, lengths)
+        if code != 0 and peer.failed_before and time.monotonic() - started < _RETRY_WITHIN_SECONDS:
+            self.retries += 1
+            code = self._engine.batch_transfer_sync_write(session, src, dst, lengths)
+        peer.failed_before = code != 0
+        if code != 0:
+            raise TransferFailed(
+                self.name, session, code, "refused by the peer, or the peer is gone", operations=len(src)
+            )
+
+
+_abandoned: list[Any] = []
+
+
+def _started(hostname: str, protocol: str, device_name: str, timeout: float | None) -> Any:
+    transfer_engine = load_transfer_engine()()
+    if protocol == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+        os.environ.setdefault(_QUEUE_KNOB, str(_QUEUE_LENGTH))
+    if timeout is not None:
+        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, round(timeout))))
+    code = transfer_engine.initialize(hostname, "P2PHANDSHAKE", protocol, device_name)
+    if code != 0:
+        raise EngineUnavailable(
+            "mooncake",
+            f"initialize({hostname!r}, P2PHANDSHAKE, {protocol!r}) returned {code} {_MEANINGS.get(code, '')}",
+            fix="Set a host name that resolves here, and a protocol that this host has (tcp always works).",
+        )
+    return transfer_engine
+
+
+def _capabilities(protocol: str, environ: Mapping[str, str]) -> Capabilities:
+    if protocol == "tcp":
+        # A target wants one registered buffer around each write, and looks at nothing else.
+        return Capabilities(
+            crosses_seams=False,
+            spans_handles=True,
+            detects_unmapped=False,
+            live_reregistration=True,
+            max_batch=_batch_limit(environ),
+        )
+    # The dma-buf export covers a range of several handles from 0.3.14 on, peermem always does.
+    version = max((_release(version) for _, version in installed_variants()), default=(0,))
+    whole_range = protocol == "rdma" and (version >= (0, 3, 14) or environ.get("WITH_NVIDIA_PEERMEM") == "1")
+    return Capabilities(
+        crosses_seams=False,
+        spans_handles=whole_range,
+        detects_unmapped=True,
+        live_reregistration=protocol == "rdma",
+        max_batch=_MOST_OPERATIONS,
+    )
+
+
+def _batch_limit(environ: Mapping[str, str]) -> int:
+    try:
+        queue = int(environ.get(_QUEUE_KNOB, "1024"))
+    except ValueError:
+        queue = 1024
+    return max(1, min(queue, _MOST_OPERATIONS))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".post")[0].split(".") if part.isdigit())
+
+
+def _integers(values: Sequence[int]) -> list[int]:
+    return values.tolist() if isinstance(values, np.ndarray) else [int(value) for value in values]

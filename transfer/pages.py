@@ -1,0 +1,165 @@
+"""From page ids on both sides to the fewest copies that move them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from kvarena.transfer.errors import PageError
+
+__all__ = ["PageCopies", "join_copies", "plan_page_copies"]
+
+Int64 = npt.NDArray[np.int64]
+_LAST_ADDRESS = np.iinfo(np.int64).max
+
+
+class PageCopies(NamedTuple):
+    """Copies to make, one an index: int64 arrays of one length; unpack into ``engine.submit``."""
+
+    src: Int64
+    """Local addresses."""
+    dst: Int64
+    """The peer's addresses."""
+    lengths: Int64
+    """Bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all copies move."""
+        return int(self.lengths.sum())
+
+
+def plan_page_copies(
+    src_base: int,
+    src_pages: npt.ArrayLike,
+    dst_base: int,
+    dst_pages: npt.ArrayLike,
+    page_bytes: int,
+    *,
+    src_seams: Sequence[int] = (),
+    dst_seams: Sequence[int] = (),
+    src_num_pages: int | None = None,
+    dst_num_pages: int | None = None,
+) -> PageCopies:
+    """The fewest copies that move page ``src_pages[i]`` onto page ``dst_pages[i]``, for every i.
+
+    Copies have no order, so pages that follow one another on both sides become one copy wherever
+    they stand in the lists; a copy is split where it would cross a seam of either side.
+
+    Parameters
+    ----------
+    src_base, dst_base : int
+        Address of page 0 on each side.
+    src_pages, dst_pages : array_like of int, shape (n,)
+        Page ids. A source may occur several times, a destination only once.
+    page_bytes : int
+        Bytes of a page envelope, equal on both sides (the manifests have been compared).
+    src_seams, dst_seams : sequence of int
+        Absolute addresses that no single copy may cross: each side's ``RegistrationLedger.seams``.
+    src_num_pages, dst_num_pages : int, optional
+        Pages that exist on each side; ids from there on are refused.
+
+    Raises
+    ------
+    PageError
+        Ids that are not integers, out of range or given twice as a destination; lists of different
+        lengths; a page size that is not positive; addresses past 2**63.
+    """
+    if page_bytes <= 0:
+        raise PageError(f"A page of {page_bytes} bytes cannot be copied.")
+    src_ids = _page_ids("source", src_pages, src_num_pages)
+    dst_ids = _page_ids("destination", dst_pages, dst_num_pages)
+    if src_ids.size != dst_ids.size:
+        raise PageError(f"{src_ids.size} source pages for {dst_ids.size} destination pages.")
+    if src_ids.size == 0:
+        nothing = np.empty(0, np.int64)
+        return PageCopies(nothing, nothing, nothing)
+    for side, base, ids in (("source", src_base, src_ids), ("destination", dst_base, dst_ids)):
+        if base < 0 or base + (int(ids.max()) + 1) * page_bytes > _LAST_ADDRESS:
+            raise PageError(
+                f"{side} page {int(ids.max())} of {page_bytes} bytes at {base:#x} has no address."
+            )
+
+    src_first, dst_first, count = _runs(src_ids, dst_ids)
+    copies = PageCopies(
+        src_base + src_first * page_bytes, dst_base + dst_first * page_bytes, count * page_bytes
+    )
+    return _split_at_seams(copies, _seams(src_seams), _seams(dst_seams))
+
+
+def join_copies(*plans: PageCopies) -> PageCopies:
+    """Several plans (a sub-pool each) as one batch."""
+    if not plans:
+        nothing = np.empty(0, np.int64)
+        return PageCopies(nothing, nothing, nothing)
+    return PageCopies(*(np.concatenate(column) for column in zip(*plans, strict=True)))
+
+
+def _page_ids(side: str, pages: npt.ArrayLike, num_pages: int | None) -> Int64:
+    ids: npt.NDArray[Any] = np.asarray(pages)
+    if ids.ndim != 1:
+        raise PageError(f"{side} page ids have shape {ids.shape}, not (n,).")
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    if ids.dtype.kind not in "iu":
+        raise PageError(f"{side} page ids are {ids.dtype}, not integers.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise PageError(f"{side} page {low} does not exist.")
+    if num_pages is not None and high >= num_pages:
+        raise PageError(f"{side} page {high} does not exist: there are {num_pages}.")
+    if high > _LAST_ADDRESS:
+        raise PageError(f"{side} page {high} has no address.")
+    return ids.astype(np.int64, copy=False)
+
+
+def _runs(src: Int64, dst: Int64) -> tuple[Int64, Int64, Int64]:
+    """First source page, first destination page and page count of each maximal run."""
+    src_step, dst_step = np.diff(src), np.diff(dst)
+    if not (src_step > 0).all() or not (dst_step > 0).all():
+        # Two pairs can be one copy only if they have the same distance between source and
+        # destination, so ordering by distance, then source, brings every run together.
+        order = np.lexsort((src, dst - src))
+        src, dst = src[order], dst[order]
+        src_step, dst_step = np.diff(src), np.diff(dst)
+        _refuse_twice(dst)
+    starts = np.concatenate(([0], np.flatnonzero((src_step != 1) | (dst_step != 1)) + 1))
+    count = np.diff(np.append(starts, src.size))
+    return src[starts], dst[starts], count
+
+
+def _refuse_twice(dst: Int64) -> None:
+    ordered = np.sort(dst)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise PageError(f"destination page {int(twice[0])} is given twice.")
+
+
+def _seams(addresses: Sequence[int]) -> Int64:
+    return np.unique(np.asarray(addresses, np.int64))
+
+
+def _split_at_seams(copies: PageCopies, src_seams: Int64, dst_seams: Int64) -> PageCopies:
+    cuts = [_cuts(copies.src, copies.lengths, src_seams), _cuts(copies.dst, copies.lengths, dst_seams)]
+    if not any(index.size for index, _ in cuts):
+        return copies
+    every = np.arange(copies.lengths.size)
+    index = np.concatenate([every, *(index for index, _ in cuts)])
+    offset = np.concatenate([np.zeros_like(copies.lengths), *(offset for _, offset in cuts)])
+    pairs = np.unique(np.stack((index, offset), axis=1), axis=0)
+    index, offset = pairs[:, 0], pairs[:, 1]
+    last = np.append(index[1:] != index[:-1], True)
+    end = np.where(last, copies.lengths[index], np.append(offset[1:], 0))
+    return PageCopies(copies.src[index] + offset, copies.dst[index] + offset, end - offset)
+
+
+def _cuts(starts: Int64, lengths: Int64, seams: Int64) -> tuple[Int64, Int64]:
+    """Which copy each seam cuts, and how many bytes after its start."""
+    first = np.searchsorted(seams, starts, side="right")
+    count = np.searchsorted(seams, starts + lengths, side="left") - first
+    count = np.maximum(count, 0)
+    index = np.repeat(np.arange(starts.size), count)
+    within = np.arange(index.size) - np.repeat(np.cumsum(count) - count, count)
+    return index, seams[first[index] + within] - starts[index]
