@@ -38,9 +38,7 @@ class Remembers:
 
 def test_a_failing_hook_is_reported_with_its_plugin() -> None:
     manager = create_manager([Fails()], entry_points=False)
-    with pytest.raises(
-        HookError, match=r"'fails' failed in kvarena_pool_reserved: ZeroDivisionError: 1/0"
-    ) as info:
+    with pytest.raises(HookError, match=r"'fails' failed in .*reserved: ZeroDivisionError: 1/0") as info:
         manager.hook.kvarena_pool_reserved(pool=None)
     assert (info.value.plugin, info.value.hook) == ("fails", "kvarena_pool_reserved")
     assert isinstance(info.value.__cause__, ZeroDivisionError)

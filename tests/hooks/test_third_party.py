@@ -12,6 +12,8 @@ import pytest
 
 EXAMPLE = Path(__file__).parent / "example_plugin"
 
+PIP = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+
 PROGRAM = """
 import json, sys
 from kvarena.plugin.config import load_settings

@@ -30,5 +30,5 @@ def test_imports_point_one_way() -> None:
     ],
 )
 def test_a_light_import_brings_no_torch(module: str) -> None:
-    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    program = f"import sys, kvarena.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -53,7 +53,7 @@ def test_a_bad_setting_is_named(environ: dict[str, str], named: str) -> None:
 def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="bad.toml"):
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
         load_settings({}, path=file)
 
 
