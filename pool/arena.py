@@ -1,0 +1,405 @@
+"""One range of addresses that is backed with memory from its start, and never moves."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from kvarena.pool._transaction import Transaction, add_note
+from kvarena.pool.errors import ArenaStateError
+
+if TYPE_CHECKING:
+    import torch
+    from kvarena.pool.driver import Driver
+
+__all__ = ["Arena", "ArenaState", "Mapping"]
+
+_log = logging.getLogger(__name__)
+
+
+class ArenaState(str, enum.Enum):
+    """Where an arena stands."""
+
+    RESERVED = "reserved"
+    """Addresses only."""
+    BACKED = "backed"
+    """``[0, backed_bytes)`` has memory."""
+    BROKEN = "broken"
+    """The driver failed while undoing a failure: nothing but `Arena.close` is possible."""
+    CLOSED = "closed"
+    """Nothing is left."""
+
+
+class Mapping(NamedTuple):
+    """One handle and where it is mapped."""
+
+    offset: int
+    """Bytes from the arena's base."""
+    nbytes: int
+    handle: int
+
+    @property
+    def end(self) -> int:
+        """The offset after the last byte."""
+        return self.offset + self.nbytes
+
+
+@final
+class Arena:
+    """A reservation and the handles that back its prefix.
+
+    Every method that changes something is a transaction: if it raises, the
+    arena holds the handles, and they the contents, that it held before. Not
+    thread-safe.
+
+    Parameters
+    ----------
+    driver : Driver
+        The device's virtual memory.
+    reserved_bytes : int
+        Bytes of addresses to set aside, rounded up to the granularity.
+
+    Raises
+    ------
+    ArenaStateError
+        `reserved_bytes` is not positive.
+    DriverError
+        The addresses cannot be had.
+    """
+
+    def __init__(self, driver: Driver, reserved_bytes: int) -> None:
+        if reserved_bytes <= 0:
+            raise ArenaStateError(
+                f"An arena of {reserved_bytes} bytes cannot be reserved.", fix="Reserve at least one byte."
+            )
+        self.driver = driver
+        self.reserved_bytes = _round_up(reserved_bytes, driver.granularity)
+        self.base = driver.reserve(self.reserved_bytes)
+        self.state = ArenaState.RESERVED
+        self._records: list[_Record] = []
+        self._stale: list[_Record] = []
+        self._holds_addresses = True
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def mappings(self) -> tuple[Mapping, ...]:
+        """The mapped handles, in the order of their offsets."""
+        return tuple(Mapping(r.offset, r.nbytes, r.handle) for r in self._records if r.mapped)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Bytes from the base that have memory; a multiple of the granularity."""
+        return sum(record.nbytes for record in self._records if record.mapped)
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        """The addresses at which two handles meet."""
+        return tuple(self.base + mapping.offset for mapping in self.mappings[1:])
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor over the whole reservation, made once.
+
+        It owns nothing: touching bytes beyond `backed_bytes`, or any after
+        `close`, faults.
+
+        Raises
+        ------
+        ArenaStateError
+            Nothing is backed yet: CUDA knows an address only once it is mapped.
+        """
+        if self._tensor is None:
+            self._require(ArenaState.BACKED, "make a tensor")
+            self._tensor = self.driver.tensor(self.base, self.reserved_bytes)
+        return self._tensor
+
+    def back(self, nbytes: int) -> None:
+        """Back ``[0, nbytes)`` with one handle of zeros, in place of all handles that are there.
+
+        The first call backs the sink; a later one swaps it. The contents are
+        not carried over. The new handle is made before the old ones go, so
+        the device must have `nbytes` free beside them; if anything fails, the
+        old ones are mapped again with their contents.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes from the base, rounded up to the granularity.
+
+        Raises
+        ------
+        ArenaStateError
+            The arena is closed or broken, or `nbytes` is not within the reservation.
+        OutOfMemoryError
+            The device has not that much.
+        DriverError
+            The driver failed.
+        """
+        self._require_open("back")
+        size = self._checked_size(nbytes)
+        self._drop_stale()
+        old = list(self._records)
+        new = _Record(0, size)
+        try:
+            with Transaction() as transaction:
+                self._create(new, transaction)
+                for record in old:
+                    self._unmap(record)
+                    transaction.undo(partial(self._map, record), "mapping an old handle again")
+                self._map_zeroed(new, transaction)
+        except BaseException:
+            self._settle(new)
+            raise
+        self._records = [new]
+        self.state = ArenaState.BACKED
+        self._let_go(old)
+
+    def grow(self, nbytes: int) -> None:
+        """Back ``[0, nbytes)`` by adding one handle of zeros behind those that are there.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes from the base, rounded up to the granularity; nothing
+            happens if they are backed already.
+
+        Raises
+        ------
+        ArenaStateError
+            Nothing is backed, the arena is closed or broken, or `nbytes` is
+            not within the reservation.
+        OutOfMemoryError
+            The device has not that much.
+        DriverError
+            The driver failed.
+        """
+        self._require(ArenaState.BACKED, "grow")
+        size = self._checked_size(nbytes)
+        start = self.backed_bytes
+        if size <= start:
+            return
+        self._drop_stale()
+        new = _Record(start, size - start)
+        try:
+            with Transaction() as transaction:
+                self._create(new, transaction)
+                self._map_zeroed(new, transaction)
+        except BaseException:
+            self._settle(new)
+            raise
+        self._records.append(new)
+
+    def give_back(self, nbytes: int) -> None:
+        """Keep only ``[0, nbytes)``: release the handles behind it.
+
+        A part of a handle cannot be given back (CUDA refuses it), nor can the
+        first handle, which holds the sink.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes from the base; the end of a handle other than the last.
+
+        Raises
+        ------
+        ArenaStateError
+            The arena is not backed, or `nbytes` is not the end of such a
+            handle; the error names the nearest that are.
+        DriverError
+            The driver failed.
+        """
+        self._require(ArenaState.BACKED, "give memory back")
+        ends = [record.offset + record.nbytes for record in self._records]
+        if nbytes not in ends[:-1]:
+            raise ArenaStateError(
+                f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot be cut to {nbytes}: "
+                "memory goes back in whole handles.",
+                fix=_nearest(nbytes, ends[:-1]),
+            )
+        gone = [record for record in self._records if record.offset >= nbytes]
+        try:
+            with Transaction() as transaction:
+                for record in reversed(gone):
+                    self._unmap(record)
+                    transaction.undo(partial(self._map, record), "mapping a handle again")
+        except BaseException:
+            self._settle()
+            raise
+        self._records = self._records[: -len(gone)]
+        self._let_go(gone)
+
+    def export_fds(self) -> tuple[int, ...]:
+        """New file descriptors of all handles, in the order of `mappings`; the caller closes them.
+
+        Raises
+        ------
+        ArenaStateError
+            The arena is closed or broken.
+        DriverError
+            One cannot be exported; those that were made are closed again.
+        """
+        self._require_open("export its handles")
+        fds: list[int] = []
+        with Transaction() as transaction:
+            for mapping in self.mappings:
+                fd = self.driver.export_fd(mapping.handle)
+                fds.append(fd)
+                transaction.undo(partial(os.close, fd), "closing a descriptor")
+        return tuple(fds)
+
+    def close(self) -> None:
+        """Unmap and release everything; a second call does nothing, or finishes what failed.
+
+        Tensors over the arena stay, but touching them faults.
+
+        Raises
+        ------
+        DriverError
+            The first failure, with the others as notes. Everything else has
+            been let go; call again to finish.
+        """
+        if self.state is ArenaState.CLOSED:
+            return
+        self.state = ArenaState.BROKEN  # until all is gone
+        failures: list[Exception] = []
+        self._stale += self._records
+        self._records = []
+        # The last first, so that what stays after a failure is still a prefix.
+        for record in reversed(list(self._stale)):
+            failures += self._drop(record)
+        if self._holds_addresses and not any(record.mapped for record in self._stale):
+            failures += _failure_of(self._release_reservation)
+        if failures:
+            for second in failures[1:]:
+                add_note(failures[0], f"while closing, this failed too: {second}")
+            raise failures[0]
+        self._tensor = None
+        self.state = ArenaState.CLOSED
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self, record: _Record, transaction: Transaction) -> None:
+        record.handle = self.driver.create(record.nbytes)
+        record.held = True
+        transaction.undo(partial(self._release, record), "releasing the new handle")
+
+    def _map_zeroed(self, record: _Record, transaction: Transaction) -> None:
+        self._map(record)
+        transaction.undo(partial(self._unmap, record), "unmapping the new handle")
+        self.driver.zero(self.base + record.offset, record.nbytes)
+
+    def _map(self, record: _Record) -> None:
+        self.driver.map(self.base + record.offset, record.nbytes, record.handle)
+        record.mapped = True
+
+    def _unmap(self, record: _Record) -> None:
+        self.driver.unmap(self.base + record.offset, record.nbytes)
+        record.mapped = False
+
+    def _release(self, record: _Record) -> None:
+        self.driver.release(record.handle)
+        record.held = False
+
+    def _release_reservation(self) -> None:
+        self.driver.release_reservation(self.base, self.reserved_bytes)
+        self._holds_addresses = False
+
+    def _settle(self, new: _Record | None = None) -> None:
+        """After a failure and its undo: keep what could not be let go, and see whether all is as before."""
+        if new is not None and (new.mapped or new.held):
+            self._stale.append(new)
+        if (new is not None and new.mapped) or not all(record.mapped for record in self._records):
+            self.state = ArenaState.BROKEN
+
+    def _let_go(self, records: Sequence[_Record]) -> None:
+        """Release handles that the arena no longer uses.
+
+        It has its new state by now, and there is no way back once one of
+        several is gone: a failure is logged, and release tried again later.
+        """
+        for record in records:
+            for error in _failure_of(partial(self._release, record)):
+                _log.warning(
+                    "A handle of %d bytes is kept until it can be released: %s", record.nbytes, error
+                )
+                self._stale.append(record)
+
+    def _drop_stale(self) -> None:
+        for record in list(self._stale):
+            self._drop(record)
+
+    def _drop(self, record: _Record) -> list[Exception]:
+        """Let go of as much of one stale record as the driver allows, and forget it once all is gone."""
+        failures = []
+        if record.mapped:
+            failures += _failure_of(partial(self._unmap, record))
+        if record.held:
+            failures += _failure_of(partial(self._release, record))
+        if not failures:
+            self._stale.remove(record)
+        return failures
+
+    def _require(self, state: ArenaState, what: str) -> None:
+        if self.state is not state:
+            raise ArenaStateError(
+                f"The arena is {self.state.value} and cannot {what}.", fix=_REMEDY.get(self.state, "")
+            )
+
+    def _require_open(self, what: str) -> None:
+        if self.state not in (ArenaState.RESERVED, ArenaState.BACKED):
+            self._require(ArenaState.BACKED, what)
+
+    def _checked_size(self, nbytes: int) -> int:
+        size = _round_up(nbytes, self.driver.granularity)
+        if not 0 < size <= self.reserved_bytes:
+            raise ArenaStateError(
+                f"{nbytes} bytes cannot be backed: {self.reserved_bytes} are reserved.",
+                fix=f"Ask for 1 to {self.reserved_bytes} bytes.",
+            )
+        return size
+
+
+_REMEDY = {
+    ArenaState.RESERVED: "Call back() first.",
+    ArenaState.BROKEN: "Call close() and make a new one.",
+    ArenaState.CLOSED: "Make a new one.",
+}
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is held for one handle; never rebuilt from an address and a size."""
+
+    offset: int
+    nbytes: int
+    handle: int = 0
+    held: bool = False
+    mapped: bool = False
+
+
+def _failure_of(step: Callable[[], object]) -> list[Exception]:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - the caller raises or logs it, after the rest is done
+        return [error]
+    return []
+
+
+def _nearest(nbytes: int, sizes: Sequence[int]) -> str:
+    below = max((size for size in sizes if size <= nbytes), default=None)
+    above = min((size for size in sizes if size > nbytes), default=None)
+    near = [str(size) for size in (below, above) if size is not None]
+    return f"Ask for {' or '.join(near)} bytes." if near else "Close the arena instead."
+
+
+def _round_up(nbytes: int, granularity: int) -> int:
+    return -(-nbytes // granularity) * granularity

@@ -1,0 +1,120 @@
+"""What can go wrong in memory, each with its numbers and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvarena.errors import KvArenaError
+
+__all__ = [
+    "AllocatorError",
+    "ArenaStateError",
+    "DriverError",
+    "DriverUnavailableError",
+    "LayoutError",
+    "OutOfMemoryError",
+    "PoolSizeError",
+    "PoolStateError",
+    "RefusedError",
+]
+
+
+class DriverError(KvArenaError):
+    """A call to the device's virtual memory failed.
+
+    Parameters
+    ----------
+    op : str
+        The operation, by the name that the driver itself uses (``cuMemMap``, ``mmap``).
+    code : str
+        The driver's own name for the failure (``CUDA_ERROR_INVALID_VALUE``, ``EINVAL``).
+    detail : str, optional
+        With which sizes or addresses.
+    fix : str, optional
+        What to do about it.
+    """
+
+    def __init__(self, op: str, code: str, detail: str = "", *, fix: str = "") -> None:
+        super().__init__(f"{op} failed with {code}{': ' if detail else ''}{detail}.", fix=fix)
+        self.op = op
+        self.code = code
+
+
+class DriverUnavailableError(DriverError):
+    """There is no such device or driver on this machine, or it lacks what an arena needs."""
+
+
+class OutOfMemoryError(DriverError):
+    """The device has less memory than was asked for; nothing was taken.
+
+    Parameters
+    ----------
+    op, code : str
+        As in `DriverError`.
+    requested : int
+        Bytes asked for.
+    free : int
+        Bytes that were free.
+    """
+
+    def __init__(self, op: str, code: str, *, requested: int, free: int, fix: str = "") -> None:
+        super().__init__(
+            op,
+            code,
+            f"{requested} bytes were asked for and {free} are free ({requested - free} too few)",
+            fix=fix or "Ask for a smaller pool, or free memory on the device.",
+        )
+        self.requested = requested
+        self.free = free
+
+
+class ArenaStateError(KvArenaError):
+    """The arena cannot do this in the state that it is in, or with this size; it is unchanged."""
+
+
+class LayoutError(KvArenaError):
+    """A sub-pool's description, or the set of them, cannot be laid out."""
+
+
+class PoolSizeError(KvArenaError):
+    """A pool cannot have this size; it is unchanged.
+
+    Parameters
+    ----------
+    what : str
+        What was asked for.
+    requested : int or None
+        Bytes asked for; None: no count was given.
+    least, most : int
+        Bytes: the sizes that would have been accepted.
+    """
+
+    def __init__(self, what: str, *, requested: int | None, least: int, most: int, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
+        self.requested = requested
+        self.least = least
+        self.most = most
+
+
+class PoolStateError(KvArenaError):
+    """The pool cannot do this in the state that it is in; it is unchanged."""
+
+
+class AllocatorError(KvArenaError):
+    """An allocator was asked for something that would corrupt it; it is unchanged."""
+
+
+class RefusedError(KvArenaError):
+    """A configuration cannot be sized after capture.
+
+    Parameters
+    ----------
+    refusals : iterable of Refusal
+        Every reason at once, each with the setting that caused it.
+    """
+
+    def __init__(self, refusals: Iterable[Any], *, fix: str = "") -> None:
+        self.refusals = tuple(refusals)
+        reasons = "; ".join(str(getattr(refusal, "reason", refusal)) for refusal in self.refusals)
+        super().__init__(f"This configuration cannot be sized after capture: {reasons}.", fix=fix)
