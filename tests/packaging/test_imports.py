@@ -21,13 +21,7 @@ def test_imports_point_one_way() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "kvarena.errors",
-        "kvarena.hooks",
-        "kvarena.transfer",
-        "kvarena.plugin.cli",
-        "kvarena.plugin.engines.sglang",
-    ],
+    ["errors", "hooks", "transfer", "plugin.cli", "plugin.engines.sglang"],
 )
 def test_a_light_import_brings_no_torch(module: str) -> None:
     program = f"import sys, kvarena.{module}; sys.exit('torch' in sys.modules)"
