@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvarena.transfer.channel import ArenaPages, Hello, PageChannel, PageMoves
 from kvarena.transfer.errors import (
     Difference,
     EngineUnavailable,
@@ -19,23 +20,28 @@ from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest, SubPoolManifest
 from kvarena.transfer.mooncake import MooncakeEngine
 from kvarena.transfer.pages import PageCopies, join_copies, plan_page_copies
-from kvarena.transfer.protocol import BufferInfos, Capabilities, Pending, Region, TransferEngine
+from kvarena.transfer.protocol import Addresses, BufferInfos, Capabilities, Pending, Region, TransferEngine
 from kvarena.transfer.quiesce import Quiesce
 from kvarena.transfer.recording import RecordingEngine
 
 __all__ = [
+    "Addresses",
+    "ArenaPages",
     "BufferInfos",
     "Capabilities",
     "Difference",
     "EngineUnavailable",
+    "Hello",
     "Lease",
     "LeaseError",
     "LeaseTable",
     "Manifest",
     "ManifestMismatch",
     "MooncakeEngine",
+    "PageChannel",
     "PageCopies",
     "PageError",
+    "PageMoves",
     "Pending",
     "Quiesce",
     "QuiesceTimeout",

@@ -14,7 +14,7 @@ import numpy as np
 from kvarena.transfer._worker import Job, PeerWorker
 from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed
 from kvarena.transfer.mooncake_install import installed_variants, load_transfer_engine
-from kvarena.transfer.protocol import Capabilities, Pending, Region
+from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
 
 __all__ = ["MooncakeEngine"]
 
@@ -170,7 +170,7 @@ class MooncakeEngine:
         if known is not None:
             known.worker.stop(0.0)
 
-    def submit(self, peer: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> Pending:
+    def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Start writing; operations beyond a batch's limit follow in further batches."""
         sources, targets, sizes = _integers(src), _integers(dst), _integers(lengths)
         if not len(sources) == len(targets) == len(sizes):
@@ -314,5 +314,5 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".post")[0].split(".") if part.isdigit())
 
 
-def _integers(values: Sequence[int]) -> list[int]:
+def _integers(values: Addresses) -> list[int]:
     return values.tolist() if isinstance(values, np.ndarray) else [int(value) for value in values]

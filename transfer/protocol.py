@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-__all__ = ["BufferInfos", "Capabilities", "Pending", "Region", "TransferEngine"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Addresses", "BufferInfos", "Capabilities", "Pending", "Region", "TransferEngine"]
+
+Addresses: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+"""Addresses or lengths in bytes, one for each operation of a batch."""
 
 
 class Region(NamedTuple):
@@ -90,7 +96,7 @@ class TransferEngine(Protocol):
         """Forget a peer and all that was mapped or cached of it; an unknown one is no error."""
         ...
 
-    def submit(self, peer: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> Pending:
+    def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Start writing local addresses to a peer's addresses. Raises `TransferFailed` if it cannot."""
         ...
 

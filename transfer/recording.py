@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvarena.transfer.errors import RegistrationError, TransferFailed
-from kvarena.transfer.protocol import Capabilities, Pending, Region
+from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
 
 __all__ = ["Call", "FinishedTransfer", "RecordingEngine"]
 
@@ -140,7 +140,7 @@ class RecordingEngine:
         self.calls.append(Call("disconnect", peer))
         self._peers.discard(peer)
 
-    def submit(self, peer: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> Pending:
+    def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Copy at once; nothing is written unless every operation may be."""
         operations = [(int(s), int(d), int(n)) for s, d, n in zip(src, dst, lengths, strict=True)]
         self.calls.append(Call("submit", (peer, operations)))

@@ -1,0 +1,236 @@
+"""Both ends of a page transfer over one engine: what they tell each other, and what they check first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy.typing as npt
+from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, TransferFailed
+from kvarena.transfer.lease import Lease
+from kvarena.transfer.ledger import RegistrationLedger
+from kvarena.transfer.manifest import Manifest
+from kvarena.transfer.pages import join_copies, plan_page_copies
+from kvarena.transfer.protocol import Pending
+from kvarena.transfer.quiesce import Quiesce
+
+__all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
+
+
+class ArenaPages(NamedTuple):
+    """Where a sub-pool's pages are: the part of a manifest that two sides need not share."""
+
+    address: int
+    """Of page 0."""
+    num_pages: int
+    """Pages with memory."""
+
+
+class PageMoves(NamedTuple):
+    """Page ``src[i]`` of ours goes onto page ``dst[i]`` of the peer's."""
+
+    src: npt.ArrayLike
+    dst: npt.ArrayLike
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What one side tells the other before the first transfer, and again after each registration."""
+
+    engine: str
+    description: bytes
+    manifest: Manifest
+    epoch: int
+    seams: tuple[int, ...]
+    pages: dict[str, tuple[int, int]]
+
+
+class PageChannel:
+    """Compares manifests, checks leases, plans the copies and submits them.
+
+    Parameters
+    ----------
+    ledger : RegistrationLedger
+        Of the engine to use; its gate counts what is in flight.
+    manifest : Manifest
+        Of this side's arena.
+    pages : callable
+        Answers where each sub-pool's pages are now, ``{name: ArenaPages}``.
+    """
+
+    def __init__(
+        self, ledger: RegistrationLedger, manifest: Manifest, pages: Callable[[], Mapping[str, ArenaPages]]
+    ) -> None:
+        self.ledger = ledger
+        self.engine = ledger.engine
+        self.manifest = manifest
+        self._pages = pages
+        self._peers: dict[str, Hello] = {}
+        self._revoked: set[tuple[str, str, int]] = set()
+        self._sent: dict[tuple[str, str, int], list[_Gated]] = {}
+        self._lock = threading.Lock()
+
+    def hello(self) -> bytes:
+        """For the control plane; to be sent again whenever the ledger's epoch has changed."""
+        return msgspec.msgpack.encode(
+            Hello(
+                engine=self.engine.name,
+                description=self.engine.describe(),
+                manifest=self.manifest,
+                epoch=self.ledger.epoch,
+                seams=self.ledger.seams,
+                pages={name: (pages.address, pages.num_pages) for name, pages in self._pages().items()},
+            )
+        )
+
+    def connect(self, hello: bytes) -> str:
+        """A peer from its hello, or the refreshed one; returns its key.
+
+        Raises
+        ------
+        ManifestMismatch
+            Its pages are not ours; the engine was not asked.
+        TransferFailed
+            The engine cannot reach it.
+        """
+        try:
+            theirs = msgspec.msgpack.decode(hello, type=Hello)
+        except msgspec.MsgspecError as error:
+            raise ManifestMismatch([Difference("hello", "a kvarena hello", str(error))]) from error
+        self.manifest.check(theirs.manifest)
+        if theirs.engine != self.engine.name:
+            raise ManifestMismatch([Difference("engine", self.engine.name, theirs.engine)])
+        key = self.engine.connect(theirs.description)
+        with self._lock:
+            self._peers[key] = theirs
+        return key
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; what is in flight to it no longer counts."""
+        self.engine.disconnect(peer)
+        with self._lock:
+            self._peers.pop(peer, None)
+            self._revoked = {lease for lease in self._revoked if lease[0] != peer}
+            gone = [lease for lease in self._sent if lease[0] == peer]
+            pending = [transfer for lease in gone for transfer in self._sent.pop(lease)]
+        for transfer in pending:
+            transfer.forget()
+
+    def send(
+        self, peer: str, lease: Lease, moves: Mapping[str, PageMoves], *, gate_timeout: float = 30.0
+    ) -> Pending:
+        """Start writing pages that the peer has leased to a request.
+
+        The caller keeps the source pages pinned, and polls or waits until the transfer has ended:
+        until then it counts as in flight.
+
+        Raises
+        ------
+        LeaseError
+            A page is not leased, the lease was revoked, or it is newer than the peer's last hello.
+        PageError
+            A page does not exist.
+        TransferFailed
+            The engine refused; names the request, so that the receiver can be told at once.
+        QuiesceTimeout
+            The registration was being replaced all the time.
+        """
+        self.ledger.gate.enter(gate_timeout)
+        try:
+            transfer = _Gated(self._submit(peer, lease, moves), lease.request, self.ledger.gate)
+        except BaseException:
+            self.ledger.gate.leave()
+            raise
+        key = (peer, lease.request, lease.serial)
+        with self._lock:
+            self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
+            for other in [other for other, sent in self._sent.items() if all(one.ended for one in sent)]:
+                del self._sent[other]
+        return transfer
+
+    def revoke(self, peer: str, request: str, serial: int, timeout: float = 30.0) -> None:
+        """The receiver takes a lease back: send nothing more, and wait until nothing is being written.
+
+        Raises
+        ------
+        TransferTimeout
+            Something still is; the receiver must not use these pages yet.
+        """
+        key = (peer, request, serial)
+        with self._lock:
+            self._revoked.add(key)
+            pending = list(self._sent.get(key, ()))
+        for transfer in pending:
+            try:
+                transfer.wait(timeout)
+            except TransferFailed:
+                continue
+
+    def _submit(self, peer: str, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
+        with self._lock:
+            theirs = self._peers.get(peer)
+            revoked = (peer, lease.request, lease.serial) in self._revoked
+        if theirs is None:
+            raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
+        if revoked:
+            raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+        ours = self._pages()
+        plans = []
+        for name, (src, dst) in moves.items():
+            lease.check(name, dst, epoch=theirs.epoch)
+            address, num_pages = theirs.pages[name]
+            plans.append(
+                plan_page_copies(
+                    ours[name].address,
+                    src,
+                    address,
+                    dst,
+                    self.manifest.sub_pool(name).page_bytes,
+                    src_seams=self.ledger.seams,
+                    dst_seams=theirs.seams,
+                    src_num_pages=ours[name].num_pages,
+                    dst_num_pages=num_pages,
+                )
+            )
+        try:
+            return self.engine.submit(peer, *join_copies(*plans))
+        except TransferFailed as error:
+            raise error.of(lease.request) from error
+
+
+class _Gated:
+    """A transfer that leaves the gate when it has ended, and whose failure names its request."""
+
+    def __init__(self, pending: Pending, request: str, gate: Quiesce) -> None:
+        self._pending = pending
+        self._request = request
+        self._gate = gate
+        self._lock = threading.Lock()
+        self.ended = False
+
+    def done(self) -> bool:
+        try:
+            ended = self._pending.done()
+        except TransferFailed as error:
+            self.forget()
+            raise error.of(self._request) from error
+        if ended:
+            self.forget()
+        return ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            self._pending.wait(timeout)
+        except TransferFailed as error:
+            self.forget()
+            raise error.of(self._request) from error
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave the gate, once."""
+        with self._lock:
+            if self.ended:
+                return
+            self.ended = True
+        self._gate.leave()
