@@ -17,13 +17,25 @@ class Driver(Protocol):
     Sizes and addresses are bytes and multiples of `granularity`, except in `zero` and `tensor`.
     """
 
-    name: str
-    """``"cuda"`` or ``"host"``; an adaptor answers as what it stands on."""
-    device: torch.device
-    granularity: int
-    """Bytes: the smallest amount that can be created and mapped."""
-    rdma_capable: bool
-    """Whether handles are created so that a network card may reach them."""
+    @property
+    def name(self) -> str:
+        """``"cuda"`` or ``"host"``; an adaptor answers as what it stands on."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        ...
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: the smallest amount that can be created and mapped."""
+        ...
+
+    @property
+    def rdma_capable(self) -> bool:
+        """Whether handles are created so that a network card may reach them."""
+        ...
 
     def reserve(self, nbytes: int) -> int:
         """Set addresses aside, without memory, and return the first."""

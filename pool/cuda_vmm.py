@@ -1,0 +1,256 @@
+"""Virtual memory of a CUDA device, through the driver's own interface.
+
+cuda.core's VirtualMemoryResource cannot reserve without backing, and moves a
+buffer that it grows; so ``cuda.bindings.driver`` is called directly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, final
+
+from kvarena.pool import _cuda_api as cuda
+from kvarena.pool.errors import DriverError, DriverUnavailableError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaVmm"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class CudaVmm:
+    """A `Driver` over one CUDA device.
+
+    Handles are created so that they can be exported as POSIX file
+    descriptors, and, where the device allows it, reached by network cards
+    (``gpuDirectRDMACapable``) and exported as fabric handles.
+
+    Parameters
+    ----------
+    device : torch.device or str or int
+        The device; without an index, torch's current one.
+
+    Raises
+    ------
+    DriverUnavailableError
+        No driver, no such device, or one without virtual memory management.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device | str | int = "cuda") -> None:
+        self._cuda = cuda.load()
+        self.device = _torch_device(device)
+        self._ordinal = cuda.call("cuDeviceGet", self.device.index)
+        for attribute in ("VIRTUAL_MEMORY_MANAGEMENT", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"):
+            if not cuda.has_attribute(self._ordinal, f"{attribute}_SUPPORTED"):
+                raise DriverUnavailableError(
+                    "cuDeviceGetAttribute",
+                    "CUDA_ERROR_NOT_SUPPORTED",
+                    f"{self.device} has no {attribute.lower()}",
+                    fix="Use an eager pool on this device.",
+                )
+        self._context = cuda.primary_context(self._ordinal)
+        self.rdma_capable = cuda.has_attribute(self._ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+        self._fd_type = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._prop = self._allocation_prop(int(self._fd_type))
+        self._access = self._access_desc()
+        minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(cuda.call("cuMemGetAllocationGranularity", self._prop, minimum))
+        handle_types = self._handle_types()
+        self.fabric_capable = handle_types != int(self._fd_type)
+        self._prop = self._allocation_prop(handle_types)
+        self.cached_bytes_released = 0
+
+    def reserve(self, nbytes: int) -> int:
+        """See `Driver.reserve`."""
+        return int(cuda.call("cuMemAddressReserve", nbytes, self.granularity, 0, 0, detail=f"{nbytes} bytes"))
+
+    def release_reservation(self, address: int, nbytes: int) -> None:
+        """See `Driver.release_reservation`."""
+        cuda.call("cuMemAddressFree", address, nbytes, detail=f"{nbytes} bytes at {address:#x}")
+
+    def create(self, nbytes: int) -> int:
+        """See `Driver.create`. Torch's cached free blocks are released before it gives up."""
+        try:
+            return self._create(nbytes)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+        try:
+            if self.release_cached():
+                return self._create(nbytes)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+        raise OutOfMemoryError(
+            "cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", requested=nbytes, free=self._free_bytes()
+        )
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """See `Driver.map`."""
+        where = f"{nbytes} bytes at {address:#x}"
+        cuda.call("cuMemMap", address, nbytes, 0, handle, 0, detail=where)
+        try:
+            self._set_access(address, nbytes)
+        except BaseException:
+            cuda.call("cuMemUnmap", address, nbytes, detail=where)
+            raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """See `Driver.unmap`."""
+        self.synchronize()
+        cuda.call("cuMemUnmap", address, nbytes, detail=f"{nbytes} bytes at {address:#x}")
+
+    def release(self, handle: int) -> None:
+        """See `Driver.release`."""
+        cuda.call("cuMemRelease", handle, detail=f"handle {handle:#x}")
+
+    def export_fd(self, handle: int) -> int:
+        """See `Driver.export_fd`."""
+        fd = int(cuda.call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def import_fd(self, fd: int, nbytes: int) -> int:
+        """See `Driver.import_fd`; CUDA does not tell a handle's size, so a wrong one fails in `map`."""
+        return int(cuda.call("cuMemImportFromShareableHandle", fd, self._fd_type, detail=f"descriptor {fd}"))
+
+    def free_bytes(self) -> int:
+        """See `Driver.free_bytes`. Torch's cached free blocks are released first, as nobody else could."""
+        self.release_cached()
+        return self._free_bytes()
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """See `Driver.zero`; returns when it is done, so that every stream sees zeros."""
+        with cuda.current_context(self._context):
+            cuda.call("cuMemsetD8Async", address, 0, nbytes, 0, detail=f"{nbytes} bytes at {address:#x}")
+            cuda.call("cuStreamSynchronize", 0)
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """See `Driver.tensor`; the first byte must be mapped."""
+        import torch
+
+        return torch.as_tensor(_Span(address, nbytes), device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        with cuda.current_context(self._context):
+            cuda.call("cuCtxSynchronize")
+
+    def release_cached(self) -> int:
+        """Give the blocks that torch caches, but does not use, back to the device.
+
+        Returns
+        -------
+        int
+            Bytes that torch let go; also summed in `cached_bytes_released`.
+        """
+        import torch
+
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return 0
+        before = torch.cuda.memory_reserved(self.device)
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+        released = max(0, before - torch.cuda.memory_reserved(self.device))
+        if released:
+            self.cached_bytes_released += released
+            _log.info("Released %d bytes that torch had cached on %s.", released, self.device)
+        return released
+
+    def _create(self, nbytes: int) -> int:
+        return int(cuda.call("cuMemCreate", nbytes, self._prop, 0, detail=f"{nbytes} bytes"))
+
+    def _set_access(self, address: int, nbytes: int) -> None:
+        cuda.call(
+            "cuMemSetAccess", address, nbytes, [self._access], 1, detail=f"{nbytes} bytes at {address:#x}"
+        )
+
+    def _free_bytes(self) -> int:
+        with cuda.current_context(self._context):
+            free, _ = cuda.call("cuMemGetInfo")
+        return int(free)
+
+    def _location(self) -> Any:
+        location = self._cuda.CUmemLocation()
+        location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = int(self._ordinal)
+        return location
+
+    def _allocation_prop(self, handle_types: int) -> Any:
+        prop = self._cuda.CUmemAllocationProp()
+        prop.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location = self._location()
+        prop.requestedHandleTypes = self._fd_type if handle_types == int(self._fd_type) else handle_types
+        # Without it ibv_reg_mr answers "Bad address" for VMM memory (vllm#29569).
+        prop.allocFlags.gpuDirectRDMACapable = int(self.rdma_capable)
+        return prop
+
+    def _access_desc(self) -> Any:
+        access = self._cuda.CUmemAccessDesc()
+        access.location = self._location()
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def _handle_types(self) -> int:
+        """File descriptors, and fabric handles if this host lets us make them.
+
+        The attribute says what the device can; only an attempt shows whether
+        the host has an IMEX channel for it.
+        """
+        types = self._cuda.CUmemAllocationHandleType
+        both = int(self._fd_type) | int(types.CU_MEM_HANDLE_TYPE_FABRIC)
+        if not cuda.has_attribute(self._ordinal, "HANDLE_TYPE_FABRIC_SUPPORTED"):
+            return int(self._fd_type)
+        try:
+            handle = cuda.call("cuMemCreate", self.granularity, self._allocation_prop(both), 0)
+        except (
+            DriverError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ):  # bindings before 13.4 may know no mixture
+            return int(self._fd_type)
+        self.release(int(handle))
+        return both
+
+
+class _Span:
+    """Addresses as torch takes them in (CUDA Array Interface, version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _torch_device(device: torch.device | str | int) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DriverUnavailableError(
+            "torch.cuda.is_available",
+            "False",
+            f"torch {torch.__version__} sees no CUDA device",
+            fix="Install a torch with CUDA, or use the host driver.",
+        )
+    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if wanted.type != "cuda":
+        raise DriverUnavailableError("CudaVmm", "CUDA_ERROR_INVALID_DEVICE", f"{wanted} is no CUDA device")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise DriverUnavailableError(
+            "CudaVmm", "CUDA_ERROR_INVALID_DEVICE", f"there is no cuda:{index}, only {count} devices"
+        )
+    torch.cuda.init()
+    return torch.device("cuda", index)
