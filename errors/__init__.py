@@ -6,6 +6,8 @@ This package imports nothing, so that :mod:`kvarena.pool` and
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["KvArenaError"]
 
 
@@ -24,3 +26,14 @@ class KvArenaError(Exception):
         super().__init__(f"{what} {fix}".strip())
         self.what = what
         self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Children have other parameters, and errors travel between processes.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[KvArenaError], args: tuple[Any, ...], state: dict[str, Any]) -> KvArenaError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -221,17 +221,21 @@ class Arena:
                 "memory goes back in whole handles.",
                 fix=_nearest(nbytes, ends[:-1]),
             )
-        gone = [record for record in self._records if record.offset >= nbytes]
-        try:
-            with Transaction() as transaction:
-                for record in reversed(gone):
-                    self._unmap(record)
-                    transaction.undo(partial(self._map, record), "mapping a handle again")
-        except BaseException:
-            self._settle()
-            raise
-        self._records = self._records[: -len(gone)]
-        self._let_go(gone)
+        self._cut(nbytes)
+
+    def unback(self) -> None:
+        """Release every handle; only the addresses stay. A transaction, as `give_back` is.
+
+        Raises
+        ------
+        ArenaStateError
+            The arena is not backed.
+        DriverError
+            The driver failed.
+        """
+        self._require(ArenaState.BACKED, "give its memory back")
+        self._cut(0)
+        self.state = ArenaState.RESERVED
 
     def export_fds(self) -> tuple[int, ...]:
         """New file descriptors of all handles, in the order of `mappings`; the caller closes them.
@@ -286,6 +290,19 @@ class Arena:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _cut(self, nbytes: int) -> None:
+        gone = [record for record in self._records if record.offset >= nbytes]
+        try:
+            with Transaction() as transaction:
+                for record in reversed(gone):
+                    self._unmap(record)
+                    transaction.undo(partial(self._map, record), "mapping a handle again")
+        except BaseException:
+            self._settle()
+            raise
+        self._records = [record for record in self._records if record.offset < nbytes]
+        self._let_go(gone)
 
     def _create(self, record: _Record, transaction: Transaction) -> None:
         record.handle = self.driver.create(record.nbytes)

@@ -203,10 +203,10 @@ class HostVmm:
 
     def free_bytes(self) -> int:
         """See `Driver.free_bytes`: what the limit leaves, and never more than the machine has."""
-        available = available_bytes()
-        if self.memory_limit is None:
-            return available
-        return max(0, min(available, self.memory_limit - self.live_bytes))
+        free = available_bytes()
+        if self.memory_limit is not None:
+            free = min(free, self.memory_limit - self.live_bytes)
+        return max(0, free // self.granularity * self.granularity)
 
     def zero(self, address: int, nbytes: int) -> None:
         """See `Driver.zero`; bytes without memory are refused, where memset would crash."""

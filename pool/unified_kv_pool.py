@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from kvarena.pool.arena import Arena
-from kvarena.pool.errors import LayoutError, PoolSizeError, PoolStateError
+from kvarena.pool.errors import LayoutError, OutOfMemoryError, PoolSizeError, PoolStateError
 from kvarena.pool.layout import SubPoolSpec, build_views, chain_order
 
 if TYPE_CHECKING:
@@ -253,6 +253,28 @@ class UnifiedKVPool:
         self.total_bytes = total_bytes  # type: ignore[assignment]
         self.finalized = True
 
+    def revert_finalize(self) -> None:
+        """Take `finalize_backing` back: the sink alone is backed, with zeros.
+
+        For whoever composes finalize with steps that may fail after it.
+
+        Raises
+        ------
+        PoolStateError
+            The pool is eager, closed, or not final yet.
+        OutOfMemoryError, DriverError
+            The device refused.
+        """
+        self._require_resizable("go back to its sink")
+        try:
+            self.arena.back(self.sink_bytes)
+        except OutOfMemoryError:
+            # The pool may hold the last free byte, and nothing in it is wanted any more.
+            self.arena.unback()
+            self.arena.back(self.sink_bytes)
+        self.total_bytes = self.reserved_bytes
+        self.finalized = False
+
     def grow(self, total_bytes: int) -> None:
         """Add memory behind what is there, which keeps its contents.
 
@@ -313,7 +335,9 @@ class UnifiedKVPool:
                 fix="Use grow() to enlarge.",
             )
         granularity = self.driver.granularity
-        self.arena.give_back(-(-total_bytes // granularity) * granularity)
+        backed = -(-total_bytes // granularity) * granularity
+        if backed < self.arena.backed_bytes:  # else only bytes that rounding up had added change hands
+            self.arena.give_back(backed)
         self.total_bytes = total_bytes
 
     def get_contiguous_buf_infos(self, name: str | None = None) -> ContiguousBufInfos:
