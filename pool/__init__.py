@@ -13,37 +13,67 @@ if TYPE_CHECKING:
     from kvarena.pool.arena import Arena, ArenaState, Mapping
     from kvarena.pool.cuda_vmm import CudaVmm
     from kvarena.pool.driver import Driver
+    from kvarena.pool.errors import (
+        AllocatorError,
+        ArenaStateError,
+        DriverError,
+        DriverUnavailableError,
+        LayoutError,
+        OutOfMemoryError,
+        PoolSizeError,
+        PoolStateError,
+        RefusedError,
+    )
     from kvarena.pool.host_vmm import HostVmm
     from kvarena.pool.layout import MambaSubPoolSpec, MHASubPoolSpec, MLASubPoolSpec, SubPoolSpec
+    from kvarena.pool.multi_ended_allocator import MultiEndedAllocator
     from kvarena.pool.unified_kv_pool import UnifiedKVPool
 
 __all__ = [
+    "AllocatorError",
     "Arena",
     "ArenaState",
+    "ArenaStateError",
     "CudaVmm",
     "Driver",
+    "DriverError",
+    "DriverUnavailableError",
     "HostVmm",
+    "LayoutError",
     "MHASubPoolSpec",
     "MLASubPoolSpec",
     "MambaSubPoolSpec",
     "Mapping",
+    "MultiEndedAllocator",
+    "OutOfMemoryError",
+    "PoolSizeError",
+    "PoolStateError",
+    "RefusedError",
     "SubPoolSpec",
     "UnifiedKVPool",
 ]
 
-_MODULE_OF = {
-    "Arena": "arena",
-    "ArenaState": "arena",
-    "CudaVmm": "cuda_vmm",
-    "Driver": "driver",
-    "HostVmm": "host_vmm",
-    "MHASubPoolSpec": "layout",
-    "MLASubPoolSpec": "layout",
-    "MambaSubPoolSpec": "layout",
-    "Mapping": "arena",
-    "SubPoolSpec": "layout",
-    "UnifiedKVPool": "unified_kv_pool",
+_NAMES = {
+    "arena": ("Arena", "ArenaState", "Mapping"),
+    "cuda_vmm": ("CudaVmm",),
+    "driver": ("Driver",),
+    "errors": (
+        "AllocatorError",
+        "ArenaStateError",
+        "DriverError",
+        "DriverUnavailableError",
+        "LayoutError",
+        "OutOfMemoryError",
+        "PoolSizeError",
+        "PoolStateError",
+        "RefusedError",
+    ),
+    "host_vmm": ("HostVmm",),
+    "layout": ("MHASubPoolSpec", "MLASubPoolSpec", "MambaSubPoolSpec", "SubPoolSpec"),
+    "multi_ended_allocator": ("MultiEndedAllocator",),
+    "unified_kv_pool": ("UnifiedKVPool",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

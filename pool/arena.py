@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from kvarena.pool._handles import Handles, failure_of
 from kvarena.pool._transaction import Transaction, add_note
 from kvarena.pool.errors import ArenaStateError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
 
 __all__ = ["Arena", "ArenaState", "Mapping"]
-
-_log = logging.getLogger(__name__)
 
 
 class ArenaState(str, enum.Enum):
@@ -81,20 +79,19 @@ class Arena:
         self.reserved_bytes = _round_up(reserved_bytes, driver.granularity)
         self.base = driver.reserve(self.reserved_bytes)
         self.state = ArenaState.RESERVED
-        self._records: list[_Record] = []
-        self._stale: list[_Record] = []
+        self._handles = Handles(driver, self.base)
         self._holds_addresses = True
         self._tensor: torch.Tensor | None = None
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
         """The mapped handles, in the order of their offsets."""
-        return tuple(Mapping(r.offset, r.nbytes, r.handle) for r in self._records if r.mapped)
+        return tuple(Mapping(r.offset, r.nbytes, r.handle) for r in self._handles.live if r.mapped)
 
     @property
     def backed_bytes(self) -> int:
         """Bytes from the base that have memory; a multiple of the granularity."""
-        return sum(record.nbytes for record in self._records if record.mapped)
+        return sum(mapping.nbytes for mapping in self.mappings)
 
     @property
     def seams(self) -> tuple[int, ...]:
@@ -142,22 +139,9 @@ class Arena:
         """
         self._require_open("back")
         size = self._checked_size(nbytes)
-        self._drop_stale()
-        old = list(self._records)
-        new = _Record(0, size)
-        try:
-            with Transaction() as transaction:
-                self._create(new, transaction)
-                for record in old:
-                    self._unmap(record)
-                    transaction.undo(partial(self._map, record), "mapping an old handle again")
-                self._map_zeroed(new, transaction)
-        except BaseException:
-            self._settle(new)
-            raise
-        self._records = [new]
+        with self._watched():
+            self._handles.swap(size)
         self.state = ArenaState.BACKED
-        self._let_go(old)
 
     def grow(self, nbytes: int) -> None:
         """Back ``[0, nbytes)`` by adding one handle of zeros behind those that are there.
@@ -183,16 +167,8 @@ class Arena:
         start = self.backed_bytes
         if size <= start:
             return
-        self._drop_stale()
-        new = _Record(start, size - start)
-        try:
-            with Transaction() as transaction:
-                self._create(new, transaction)
-                self._map_zeroed(new, transaction)
-        except BaseException:
-            self._settle(new)
-            raise
-        self._records.append(new)
+        with self._watched():
+            self._handles.append(start, size - start)
 
     def give_back(self, nbytes: int) -> None:
         """Keep only ``[0, nbytes)``: release the handles behind it.
@@ -214,14 +190,15 @@ class Arena:
             The driver failed.
         """
         self._require(ArenaState.BACKED, "give memory back")
-        ends = [record.offset + record.nbytes for record in self._records]
+        ends = [mapping.end for mapping in self.mappings]
         if nbytes not in ends[:-1]:
             raise ArenaStateError(
                 f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot be cut to {nbytes}: "
                 "memory goes back in whole handles.",
                 fix=_nearest(nbytes, ends[:-1]),
             )
-        self._cut(nbytes)
+        with self._watched():
+            self._handles.cut(nbytes)
 
     def unback(self) -> None:
         """Release every handle; only the addresses stay. A transaction, as `give_back` is.
@@ -234,7 +211,8 @@ class Arena:
             The driver failed.
         """
         self._require(ArenaState.BACKED, "give its memory back")
-        self._cut(0)
+        with self._watched():
+            self._handles.cut(0)
         self.state = ArenaState.RESERVED
 
     def export_fds(self) -> tuple[int, ...]:
@@ -270,14 +248,9 @@ class Arena:
         if self.state is ArenaState.CLOSED:
             return
         self.state = ArenaState.BROKEN  # until all is gone
-        failures: list[Exception] = []
-        self._stale += self._records
-        self._records = []
-        # The last first, so that what stays after a failure is still a prefix.
-        for record in reversed(list(self._stale)):
-            failures += self._drop(record)
-        if self._holds_addresses and not any(record.mapped for record in self._stale):
-            failures += _failure_of(self._release_reservation)
+        failures = self._handles.close()
+        if self._holds_addresses and not self._handles.maps_anything:
+            failures += failure_of(self._release_reservation)
         if failures:
             for second in failures[1:]:
                 add_note(failures[0], f"while closing, this failed too: {second}")
@@ -291,79 +264,18 @@ class Arena:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cut(self, nbytes: int) -> None:
-        gone = [record for record in self._records if record.offset >= nbytes]
-        try:
-            with Transaction() as transaction:
-                for record in reversed(gone):
-                    self._unmap(record)
-                    transaction.undo(partial(self._map, record), "mapping a handle again")
-        except BaseException:
-            self._settle()
-            raise
-        self._records = [record for record in self._records if record.offset < nbytes]
-        self._let_go(gone)
-
-    def _create(self, record: _Record, transaction: Transaction) -> None:
-        record.handle = self.driver.create(record.nbytes)
-        record.held = True
-        transaction.undo(partial(self._release, record), "releasing the new handle")
-
-    def _map_zeroed(self, record: _Record, transaction: Transaction) -> None:
-        self._map(record)
-        transaction.undo(partial(self._unmap, record), "unmapping the new handle")
-        self.driver.zero(self.base + record.offset, record.nbytes)
-
-    def _map(self, record: _Record) -> None:
-        self.driver.map(self.base + record.offset, record.nbytes, record.handle)
-        record.mapped = True
-
-    def _unmap(self, record: _Record) -> None:
-        self.driver.unmap(self.base + record.offset, record.nbytes)
-        record.mapped = False
-
-    def _release(self, record: _Record) -> None:
-        self.driver.release(record.handle)
-        record.held = False
-
     def _release_reservation(self) -> None:
         self.driver.release_reservation(self.base, self.reserved_bytes)
         self._holds_addresses = False
 
-    def _settle(self, new: _Record | None = None) -> None:
-        """After a failure and its undo: keep what could not be let go, and see whether all is as before."""
-        if new is not None and (new.mapped or new.held):
-            self._stale.append(new)
-        if (new is not None and new.mapped) or not all(record.mapped for record in self._records):
-            self.state = ArenaState.BROKEN
-
-    def _let_go(self, records: Sequence[_Record]) -> None:
-        """Release handles that the arena no longer uses.
-
-        It has its new state by now, and there is no way back once one of
-        several is gone: a failure is logged, and release tried again later.
-        """
-        for record in records:
-            for error in _failure_of(partial(self._release, record)):
-                _log.warning(
-                    "A handle of %d bytes is kept until it can be released: %s", record.nbytes, error
-                )
-                self._stale.append(record)
-
-    def _drop_stale(self) -> None:
-        for record in list(self._stale):
-            self._drop(record)
-
-    def _drop(self, record: _Record) -> list[Exception]:
-        """Let go of as much of one stale record as the driver allows, and forget it once all is gone."""
-        failures = []
-        if record.mapped:
-            failures += _failure_of(partial(self._unmap, record))
-        if record.held:
-            failures += _failure_of(partial(self._release, record))
-        if not failures:
-            self._stale.remove(record)
-        return failures
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if not self._handles.intact:
+                self.state = ArenaState.BROKEN
+            raise
 
     def _require(self, state: ArenaState, what: str) -> None:
         if self.state is not state:
@@ -390,25 +302,6 @@ _REMEDY = {
     ArenaState.BROKEN: "Call close() and make a new one.",
     ArenaState.CLOSED: "Make a new one.",
 }
-
-
-@dataclass(eq=False)
-class _Record:
-    """What is held for one handle; never rebuilt from an address and a size."""
-
-    offset: int
-    nbytes: int
-    handle: int = 0
-    held: bool = False
-    mapped: bool = False
-
-
-def _failure_of(step: Callable[[], object]) -> list[Exception]:
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001 - the caller raises or logs it, after the rest is done
-        return [error]
-    return []
 
 
 def _nearest(nbytes: int, sizes: Sequence[int]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from kvarena.pool.arena import Arena
+from kvarena.pool._pool_size import check_size, floor_bytes
+from kvarena.pool._views import build_views
+from kvarena.pool.arena import Arena, ArenaState
 from kvarena.pool.errors import LayoutError, OutOfMemoryError, PoolSizeError, PoolStateError
-from kvarena.pool.layout import SubPoolSpec, build_views, chain_order
+from kvarena.pool.layout import SubPoolSpec, chain_order
 
 if TYPE_CHECKING:
     import torch
@@ -82,16 +85,15 @@ class UnifiedKVPool:
         self._specs = {spec.name: spec for spec in self.sub_pool_specs}
         self._page_bytes = {s.name: s.page_envelope_bytes(page_size) for s in self.sub_pool_specs}
         self.sink_bytes = max(self._page_bytes.values())
-        self.floor_bytes = self._floor_bytes(bs1_floor_terms)
-        self.reserved_bytes = total_bytes
-        self.check_total_bytes(total_bytes)
-        self.total_bytes = total_bytes
+        self.floor_bytes = floor_bytes(self.sub_pool_specs, page_size, bs1_floor_terms)
+        self.reserved_bytes = check_size(total_bytes, least=self.floor_bytes, most=sys.maxsize)
+        self.total_bytes = self.reserved_bytes
         self.finalized = not post_capture_active
         self.driver = driver
-        self.arena = Arena(driver, total_bytes)
+        self.arena = Arena(driver, self.reserved_bytes)
         try:
-            self.arena.back(self.sink_bytes if post_capture_active else total_bytes)
-            self.raw = self.arena.tensor[:total_bytes]
+            self.arena.back(self.active_allocation_bytes)
+            self.raw = self.arena.tensor[: self.reserved_bytes]
             self._views = {
                 spec.name: build_views(self.raw, spec, page_size, self.reserved_num_pages(spec.name))
                 for spec in self.sub_pool_specs
@@ -187,39 +189,15 @@ class UnifiedKVPool:
             )
         return self.arena.base + page * self.page_bytes(name)
 
-    def check_total_bytes(self, total_bytes: int) -> None:
-        """Whether the pool may have this size.
+    def check_total_bytes(self, total_bytes: object) -> int:
+        """`total_bytes` as an int, if the pool may have this size.
 
         Raises
         ------
         PoolSizeError
             No byte count, above the reservation, or below the floor for one request.
         """
-        least, most = self.floor_bytes, self.reserved_bytes
-        if isinstance(total_bytes, bool) or not isinstance(total_bytes, int):
-            raise PoolSizeError(
-                f"The size of the pool is missing: {total_bytes!r} is not a byte count.",
-                requested=None,
-                least=least,
-                most=most,
-                fix="Set unified_memory_pool_bytes to a whole number of bytes.",
-            )
-        if total_bytes < least:
-            raise PoolSizeError(
-                f"{total_bytes} bytes are too few: one request needs {least}, the sink included.",
-                requested=total_bytes,
-                least=least,
-                most=most,
-                fix="Give the pool more memory, or lower the context length or the page size.",
-            )
-        if total_bytes > most:
-            raise PoolSizeError(
-                f"{total_bytes} bytes are more than the {most} that were reserved.",
-                requested=total_bytes,
-                least=least,
-                most=most,
-                fix="Reserve more before capture, or finalize to less.",
-            )
+        return check_size(total_bytes, least=self.floor_bytes, most=self.reserved_bytes)
 
     def finalize_backing(self, config: Any) -> None:
         """Back the final size in place; no address changes, and every byte is zero.
@@ -238,6 +216,7 @@ class UnifiedKVPool:
         OutOfMemoryError, DriverError
             The device refused. In every case the pool is as it was.
         """
+        self._require_open("be finalized")
         if not self.post_capture_active:
             raise PoolStateError(
                 f"An eager pool has its {self.total_bytes} bytes already.",
@@ -247,10 +226,9 @@ class UnifiedKVPool:
             raise PoolStateError(
                 f"The pool is final already, with {self.total_bytes} bytes.", fix="Use grow() or give_back()."
             )
-        total_bytes = getattr(config, "unified_memory_pool_bytes", None)
-        self.check_total_bytes(total_bytes)  # type: ignore[arg-type]
-        self.arena.back(total_bytes)  # type: ignore[arg-type]
-        self.total_bytes = total_bytes  # type: ignore[assignment]
+        total_bytes = self.check_total_bytes(getattr(config, "unified_memory_pool_bytes", None))
+        self.arena.back(total_bytes)
+        self.total_bytes = total_bytes
         self.finalized = True
 
     def revert_finalize(self) -> None:
@@ -293,7 +271,7 @@ class UnifiedKVPool:
             The device refused. In every case the pool is as it was.
         """
         self._require_resizable("grow")
-        self.check_total_bytes(total_bytes)
+        total_bytes = self.check_total_bytes(total_bytes)
         if total_bytes <= self.total_bytes:
             raise PoolSizeError(
                 f"The pool has {self.total_bytes} bytes and cannot grow to {total_bytes}.",
@@ -325,7 +303,7 @@ class UnifiedKVPool:
             The device refused. In every case the pool is as it was.
         """
         self._require_resizable("give memory back")
-        self.check_total_bytes(total_bytes)
+        total_bytes = self.check_total_bytes(total_bytes)
         if total_bytes >= self.total_bytes:
             raise PoolSizeError(
                 f"The pool has {self.total_bytes} bytes and cannot shrink to {total_bytes}.",
@@ -360,7 +338,15 @@ class UnifiedKVPool:
         """Give everything back; see `Arena.close`. The views must not be touched any more."""
         self.arena.close()
 
+    def _require_open(self, what: str) -> None:
+        if self.arena.state is not ArenaState.BACKED:
+            raise PoolStateError(
+                f"The pool's arena is {self.arena.state.value}; it cannot {what}.",
+                fix="Close it and make a new one.",
+            )
+
     def _require_resizable(self, what: str) -> None:
+        self._require_open(what)
         if not self.post_capture_active:
             raise PoolStateError(
                 f"An eager pool cannot {what}.", fix="Make it with post_capture_active=True."
@@ -369,21 +355,3 @@ class UnifiedKVPool:
             raise PoolStateError(
                 f"The pool is not final yet and cannot {what}.", fix="Call finalize_backing() first."
             )
-
-    def _floor_bytes(self, terms: Sequence[tuple[str, int]]) -> int:
-        """The smallest size in which one request fits.
-
-        The sink, then for each sub-pool along the chain the pages that the
-        request needs (at least one), each run starting at a multiple of its
-        own envelope.
-        """
-        needed = dict.fromkeys(self._specs, 1)
-        for name, slots in terms:
-            if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
-                raise LayoutError(f"The floor of {name!r} is {slots!r} slots.", fix="Give 0 or more.")
-            needed[self.spec(name).name] = max(1, -(-slots // self.slots_per_page(name)))
-        end = self.sink_bytes
-        for name, pages in needed.items():
-            envelope = self._page_bytes[name]
-            end = (-(-end // envelope) + pages) * envelope
-        return end

@@ -1,0 +1,89 @@
+"""Which sizes a pool may have."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from kvarena.pool.errors import LayoutError, PoolSizeError
+from kvarena.pool.layout import SubPoolSpec
+
+__all__ = ["check_size", "floor_bytes"]
+
+
+def floor_bytes(chain: Sequence[SubPoolSpec], page_size: int, terms: Sequence[tuple[str, int]]) -> int:
+    """The smallest size in which one request fits.
+
+    The sink, then for each sub-pool along the chain the pages that the request
+    needs (at least one), each run starting at a multiple of its own envelope.
+    It is exact: in one byte less, what grows up and what grows down overlap.
+
+    Parameters
+    ----------
+    chain : sequence of SubPoolSpec
+        In the order of `chain_order`.
+    page_size : int
+        Tokens a page.
+    terms : sequence of (str, int)
+        Sub-pool names and the slots of each that a single request needs.
+
+    Raises
+    ------
+    LayoutError
+        A term names no sub-pool, or its slots are no count.
+    """
+    pages = {spec.name: 1 for spec in chain}
+    slots_per_page = {spec.name: spec.slots_per_page(page_size) for spec in chain}
+    for name, slots in terms:
+        if name not in pages:
+            raise LayoutError(
+                f"A floor term names {name!r}, which is no sub-pool.",
+                fix=f"The names are: {', '.join(pages)}.",
+            )
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+            raise LayoutError(f"The floor of {name!r} is {slots!r} slots.", fix="Give 0 or more.")
+        pages[name] = max(pages[name], -(-slots // slots_per_page[name]))
+    envelopes = [spec.page_envelope_bytes(page_size) for spec in chain]
+    end = max(envelopes)
+    for count, envelope in zip(pages.values(), envelopes, strict=True):
+        end = (-(-end // envelope) + count) * envelope
+    return end
+
+
+def check_size(total_bytes: object, *, least: int, most: int) -> int:
+    """`total_bytes`, if it is a byte count from `least` to `most`.
+
+    Raises
+    ------
+    PoolSizeError
+        It is none, above the reservation, or below the floor for one request.
+    """
+    try:
+        size = operator.index(total_bytes)  # type: ignore[arg-type]
+    except TypeError:
+        size = -1
+    if size == -1 or isinstance(total_bytes, bool):
+        raise PoolSizeError(
+            f"The size of the pool is missing: {total_bytes!r} is not a byte count.",
+            requested=None,
+            least=least,
+            most=most,
+            fix="Set unified_memory_pool_bytes to a whole number of bytes.",
+        )
+    if size < least:
+        raise PoolSizeError(
+            f"{size} bytes are too few: one request needs {least}, the sink included.",
+            requested=size,
+            least=least,
+            most=most,
+            fix="Give the pool more memory, or lower the context length or the page size.",
+        )
+    if size > most:
+        raise PoolSizeError(
+            f"{size} bytes are more than the {most} that were reserved.",
+            requested=size,
+            least=least,
+            most=most,
+            fix="Reserve more before capture, or finalize to less.",
+        )
+    return size
