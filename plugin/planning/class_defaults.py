@@ -1,0 +1,161 @@
+"""What a model's class assumes for keys that its published files leave out.
+
+Read from the configuration classes of transformers 5.12.1, and kept to what decides the size of a
+cache and is known to be left out. A number of layers is never assumed: a file without it is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["class_defaults"]
+
+_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_DELTA_NET = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+_QWEN = {"use_sliding_window": False}
+_GEMMA3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_MAMBA2_BLOCK = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_MAMBA1 = {"state_size": 16, "conv_kernel": 4, "expand": 2}
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "afmoe": {"head_dim": 128, "sliding_window": 1024, "global_attn_every_n_layers": 4},
+    "bamba": {**_MAMBA2_BLOCK, "num_key_value_heads": 8},
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "cohere2_moe": {"head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "dots1": {"sliding_window": 4096, "max_window_layers": 62},
+    "ernie4_5": {"head_dim": 128},
+    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "exaone_moe": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "falcon": {"multi_query": True},
+    "falcon_h1": {**_MAMBA2_BLOCK, "mamba_d_ssm": 1024, "num_key_value_heads": 8},
+    "falcon_mamba": _MAMBA1,
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma3_text": _GEMMA3,
+    "gemma3n_text": {
+        **_GEMMA3,
+        "num_key_value_heads": 2,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "num_kv_shared_layers": 15,
+    },
+    "gemma4_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
+    "glm4": {"head_dim": 128, "num_key_value_heads": 2},
+    "glm4_moe_lite": _MLA,
+    "glm_moe_dsa": {**_MLA, "index_head_dim": 128},
+    "gpt_bigcode": {"multi_query": True},
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+    },
+    "granitemoehybrid": _MAMBA2_BLOCK,
+    "helium": {"head_dim": 128},
+    "jamba": {
+        "num_key_value_heads": 8,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    "lfm2": {"num_key_value_heads": 8, "conv_L_cache": 3},
+    "lfm2_moe": {"num_key_value_heads": 8, "conv_L_cache": 3},
+    "llama4_text": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+    },
+    "longcat_flash": _MLA,
+    "mamba": _MAMBA1,
+    "mamba2": {"head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8, "expand": 2},
+    "minimax": {"num_key_value_heads": 8},
+    "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {"head_dim": 128, "num_key_value_heads": 8},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
+    "nemotron_h": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+    },
+    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "phimoe": {"num_key_value_heads": 8},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen3_5_moe_text": {**_DELTA_NET, "num_key_value_heads": 2},
+    "qwen3_5_text": {**_DELTA_NET, "num_key_value_heads": 4},
+    "qwen3_next": {**_DELTA_NET, "num_key_value_heads": 2},
+    "recurrent_gemma": {
+        "attention_window_size": 2048,
+        "conv1d_width": 4,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "seed_oss": {"head_dim": 128, "num_key_value_heads": 8},
+    "smollm3": {**_QWEN, "num_key_value_heads": 4},
+    "vaultgemma": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "youtu": _MLA,
+    "zamba": {"n_mamba_heads": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
+    "zamba2": {
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+    },
+}
+
+#: Classes that build on another's configuration.
+_LIKE = {
+    "cohere2_vision": "cohere2",
+    "deepseek_v32": "deepseek_v3",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "kimi_k2": "deepseek_v3",
+    "llama4": "llama4_text",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_moe": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_moe": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+
+
+def class_defaults(model_type: str) -> Mapping[str, Any]:
+    """Defaults of a model type; empty for one that is not known here."""
+    return MappingProxyType(_DEFAULTS.get(_LIKE.get(model_type, model_type), {}))

@@ -1,0 +1,197 @@
+"""From a configuration's keys to a model's geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvarena.plugin.planning.class_defaults import class_defaults
+from kvarena.plugin.planning.errors import ConfigError
+from kvarena.plugin.planning.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
+from kvarena.plugin.planning.geometry import Layer, ModelGeometry, Span
+from kvarena.plugin.planning.kinds import HEAD_KEYS, LAYER_COUNT_KEYS, LayerKind, count_layers, layer_kinds
+from kvarena.plugin.planning.rows import RowReader
+from kvarena.plugin.planning.states import state_dtype, state_shape
+
+__all__ = ["ReadModel", "geometry_from_config", "read_model"]
+
+#: Names under which multimodal files keep their language model, the commonest first.
+_TEXT_BLOCKS = ("text_config", "language_config", "llm_config", "language_model_config", "thinker_config")
+_OTHER_TOWERS = ("vision", "audio", "image", "video", "speech", "projector", "encoder", "talker", "quant")
+
+#: Keys of caches that are neither a row per token nor a state per request, and what they are.
+_NOT_PLANNED = {
+    "compress_ratios": "compressed sparse attention keeps several caches of its own",
+    "kv_reuse_group": "layers reuse each other's KV in a way that is not known here",
+    "kv_reuse_every_i_layer": "layers reuse each other's KV in a way that is not known here",
+    "mb_per_layer": "half of the layers read one shared cache",
+    "efficient_attention_config": "its layers' states are not known here",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A geometry and the keys that it came from, for whoever wants more of them."""
+
+    geometry: ModelGeometry
+    fields: Fields
+    kinds: tuple[LayerKind, ...]
+    top: Mapping[str, Any]
+
+
+def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
+    """A model's geometry. See `read_model`."""
+    return read_model(config).geometry
+
+
+def read_model(config: Mapping[str, Any]) -> ReadModel:
+    """Read a Hugging Face configuration.
+
+    The keys decide, whatever the model is called. Where they are silent, the class's default is
+    taken and noted; where nothing can be known, the key is named.
+
+    Raises
+    ------
+    ConfigError
+        A key that is missing, contradictory, of the wrong type or out of range.
+    """
+    notes = Notes()
+    fields = _text_fields(config, notes)
+    _refuse_unplanned(fields)
+    layers = count_layers(fields)
+    kinds = layer_kinds(fields, layers)
+    rows = RowReader(fields, layers)
+    owners = _kv_owners(fields, layers)
+    built = []
+    for index, kind in enumerate(kinds):
+        row = rows.row(index, kind) if kind.attention is not None and owners[index] else None
+        built.append(
+            Layer(
+                row=row,
+                span=Span(kind.attention) if kind.attention is not None else Span.FULL,
+                window=kind.window if row is not None else None,
+                index=rows.index(index) if row is not None else None,
+                state=state_shape(fields, kind.mixer) if kind.mixer is not None else None,
+            )
+        )
+    if not any(layer.row is not None or layer.state is not None for layer in built):
+        raise fields.error("num_hidden_layers", "are all without a cache: there is nothing to plan")
+    context = _context_len(fields)
+    _remark_long_windows(fields, built, context)
+    geometry = ModelGeometry(
+        model_type=fields.model_type or "unnamed",
+        layers=tuple(built),
+        attention_heads=fields.count(*HEAD_KEYS),
+        context_len=context,
+        dtype=_dtype(fields, config),
+        state_dtype=state_dtype(fields),
+        mtp_layers=_mtp_layers(fields),
+        multimodal=any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config")),
+        notes=tuple(notes.lines),
+    )
+    return ReadModel(geometry, fields, tuple(kinds), config)
+
+
+def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
+    """The object that describes the language model, wherever the file keeps it."""
+    data, path = config, ""
+    for _ in range(3):  # Qwen Omni nests twice
+        if (nested := _nested(data, path)) is None:
+            break
+        path, data = nested
+    model_type = data.get("model_type", config.get("model_type", ""))
+    if not isinstance(model_type, str):
+        raise ConfigError("model_type", "is not a string")
+    if path and not path.startswith("text_config"):
+        notes.add(f"The language model is read from {path}.")
+    return Fields(data, path=path, notes=notes, defaults=class_defaults(model_type), model_type=model_type)
+
+
+def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
+    for key in _TEXT_BLOCKS:
+        value = data.get(key)
+        if isinstance(value, Mapping):
+            return (f"{path}.{key}" if path else key), value
+        if value is not None:
+            raise ConfigError(f"{path}.{key}" if path else key, "must be an object")
+    if _describes_layers(data):
+        return None
+    others = [
+        key
+        for key, value in data.items()
+        if isinstance(value, Mapping)
+        and _describes_layers(value)
+        and not any(word in key.lower() for word in _OTHER_TOWERS)
+    ]
+    if len(others) > 1:
+        raise ConfigError(
+            others[0],
+            f"and {others[1]} both describe layers, and nothing says which is the language model",
+            fix="Give the language model's own configuration.",
+        )
+    if not others:
+        return None
+    return (f"{path}.{others[0]}" if path else others[0]), data[others[0]]
+
+
+def _describes_layers(data: Mapping[str, Any]) -> bool:
+    return any(data.get(key) is not None for key in (*LAYER_COUNT_KEYS, "layers_block_type"))
+
+
+def _refuse_unplanned(fields: Fields) -> None:
+    if fields.flag("is_encoder_decoder"):
+        raise fields.error(
+            "is_encoder_decoder", "is true: cross-attention caches are not planned", fix="Plan a decoder."
+        )
+    for key, why in _NOT_PLANNED.items():
+        if fields.raw(key):
+            raise fields.error(key, f"is there: {why}", fix="Give the geometry by options.")
+
+
+def _kv_owners(fields: Fields, layers: int) -> list[bool]:
+    """Layers that keep their own KV, and not another layer's."""
+    shared = fields.count("num_kv_shared_layers", least=0, most=MOST_LAYERS) or 0
+    if shared >= layers:
+        raise fields.error("num_kv_shared_layers", f"is {shared} of {layers} layers: none would keep KV")
+    if shared:
+        fields.note(f"The last {shared} layers use earlier layers' KV: not counted.")
+    owners = [index < layers - shared for index in range(layers)]
+    if fields.flag("use_cla"):
+        every = fields.need("cla_share_factor", why="use_cla is true")
+        fields.note(f"Cross-layer attention: one layer in {every} keeps KV.")
+        owners = [owner and index % every == 0 for index, owner in enumerate(owners)]
+    return owners
+
+
+def _context_len(fields: Fields) -> int | None:
+    keys = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+    for key in keys:
+        if fields.stated(key):
+            return fields.count(key, most=MOST_TOKENS)
+    return None
+
+
+def _remark_long_windows(fields: Fields, layers: list[Layer], context: int | None) -> None:
+    windows = [layer.window for layer in layers if layer.window is not None]
+    if context is not None and windows and min(windows) >= context:
+        fields.note(f"The window of {min(windows)} tokens is as long as the context: it never drops any.")
+
+
+def _dtype(fields: Fields, config: Mapping[str, Any]) -> str | None:
+    for key in ("dtype", "torch_dtype"):
+        if fields.stated(key):
+            return fields.text(key)
+        outer = config.get(key)
+        if isinstance(outer, str):
+            return outer
+    return None
+
+
+def _mtp_layers(fields: Fields) -> int:
+    count = fields.count("num_nextn_predict_layers", "mtp_num_hidden_layers", least=0, most=MOST_LAYERS) or 0
+    if count:
+        fields.note(
+            f"{count} layers for multi-token prediction are not counted; an engine that drafts with them adds them."
+        )
+    return count
