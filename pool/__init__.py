@@ -27,7 +27,19 @@ if TYPE_CHECKING:
     from kvarena.pool.host_vmm import HostVmm
     from kvarena.pool.layout import MambaSubPoolSpec, MHASubPoolSpec, MLASubPoolSpec, SubPoolSpec
     from kvarena.pool.multi_ended_allocator import MultiEndedAllocator
+    from kvarena.pool.refusals import Refusal, SizingPlan, SizingRequest, post_capture_kv_sizing_planned
+    from kvarena.pool.sizing import (
+        PoolCost,
+        PostCaptureKVResize,
+        RanksDisagreeError,
+        SubPoolCost,
+        agree,
+        resize_for,
+        smaller_resize,
+        tokens_for_budget,
+    )
     from kvarena.pool.unified_kv_pool import UnifiedKVPool
+    from kvarena.pool.unified_swa_allocator import UnifiedSWATokenToKVPoolAllocator
 
 __all__ = [
     "AllocatorError",
@@ -46,11 +58,24 @@ __all__ = [
     "Mapping",
     "MultiEndedAllocator",
     "OutOfMemoryError",
+    "PoolCost",
     "PoolSizeError",
     "PoolStateError",
+    "PostCaptureKVResize",
+    "RanksDisagreeError",
+    "Refusal",
     "RefusedError",
+    "SizingPlan",
+    "SizingRequest",
+    "SubPoolCost",
     "SubPoolSpec",
     "UnifiedKVPool",
+    "UnifiedSWATokenToKVPoolAllocator",
+    "agree",
+    "post_capture_kv_sizing_planned",
+    "resize_for",
+    "smaller_resize",
+    "tokens_for_budget",
 ]
 
 _NAMES = {
@@ -71,7 +96,19 @@ _NAMES = {
     "host_vmm": ("HostVmm",),
     "layout": ("MHASubPoolSpec", "MLASubPoolSpec", "MambaSubPoolSpec", "SubPoolSpec"),
     "multi_ended_allocator": ("MultiEndedAllocator",),
+    "refusals": ("Refusal", "SizingPlan", "SizingRequest", "post_capture_kv_sizing_planned"),
+    "sizing": (
+        "PoolCost",
+        "PostCaptureKVResize",
+        "RanksDisagreeError",
+        "SubPoolCost",
+        "agree",
+        "resize_for",
+        "smaller_resize",
+        "tokens_for_budget",
+    ),
     "unified_kv_pool": ("UnifiedKVPool",),
+    "unified_swa_allocator": ("UnifiedSWATokenToKVPoolAllocator",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

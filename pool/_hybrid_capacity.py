@@ -46,6 +46,16 @@ class HybridCapacity:
         self._set_capacity()
 
     @property
+    def full(self) -> MultiEndedAllocator:
+        """The side that owns the ids; `full_attn_allocator` to SGLang."""
+        return self.full_attn_allocator
+
+    @property
+    def swa(self) -> MultiEndedAllocator:
+        """The window's side; `swa_attn_allocator` to SGLang."""
+        return self.swa_attn_allocator
+
+    @property
     def size(self) -> int:
         """The smaller of `size_full` and `size_swa`."""
         return min(self.size_full, self.size_swa)
@@ -124,13 +134,33 @@ class HybridCapacity:
                 most=self.pool.total_bytes,
                 fix="Pass resize() the config that finalize_backing() got.",
             )
-        for side in self._chain:
-            if side.allocated_count():
-                raise AllocatorError(
-                    f"{side.allocated_count()} tokens are allocated in {side.sub_pool_name!r}.",
-                    fix="Free them first, or use extend_capacity() and shrink_capacity().",
-                )
+        self._require_empty()
         self._set_capacity()
+
+    def revert_resize(self) -> None:
+        """Take `resize` back: the capacity of the reservation again, so that finalize can be tried anew.
+
+        Nothing can be allocated then until the next `resize`, since the
+        reservation has no memory.
+
+        Raises
+        ------
+        PoolStateError
+            The pool is eager.
+        AllocatorError
+            Tokens are allocated. In both cases nothing has changed.
+        """
+        if not self.pool.post_capture_active:
+            raise PoolStateError(
+                "The allocator of an eager pool was never resized.", fix="Leave it as it is."
+            )
+        self._require_empty()
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        pages = self.pool.reserved_num_pages(full.sub_pool_name)
+        full._set_capacity(pages * self.page_size)
+        swa._set_capacity(
+            self.pool.reserved_num_pages(swa.sub_pool_name) * self.page_size, virtual_num_pages=pages
+        )
 
     def extend_capacity(self) -> None:
         """Use what `pool.grow` added, with pages in use: above the end that grows down they become free.
@@ -181,6 +211,14 @@ class HybridCapacity:
                 fix="Use pool.grow() and extend_capacity().",
             )
         return self._change_capacity(total_bytes)
+
+    def _require_empty(self) -> None:
+        for side in self._chain:
+            if side.allocated_count():
+                raise AllocatorError(
+                    f"{side.allocated_count()} tokens are allocated in {side.sub_pool_name!r}.",
+                    fix="Free them first, or use extend_capacity() and shrink_capacity().",
+                )
 
     def _set_capacity(self) -> None:
         full, swa = self.full_attn_allocator, self.swa_attn_allocator

@@ -1,0 +1,146 @@
+"""The sizes that finalize takes, and that all ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from kvarena.errors import KvArenaError
+from kvarena.pool.budget import PoolCost, SubPoolCost, tokens_for_budget
+from kvarena.pool.errors import PoolSizeError
+
+if TYPE_CHECKING:
+    from kvarena.pool.unified_kv_pool import UnifiedKVPool
+
+__all__ = [
+    "PoolCost",
+    "PostCaptureKVResize",
+    "RanksDisagreeError",
+    "SubPoolCost",
+    "agree",
+    "resize_for",
+    "smaller_resize",
+    "tokens_for_budget",
+]
+
+
+class PostCaptureKVResize(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes after capture, by the names of SGLang 0.5.23's struct."""
+
+    max_total_num_tokens: int
+    """Tokens that the pool holds."""
+    full_max_total_num_tokens: int | None = None
+    """Tokens that the full-attention side holds."""
+    swa_max_total_num_tokens: int | None = None
+    """Tokens that the window side holds."""
+    unified_memory_pool_bytes: int | None = None
+    """Bytes of the pool, the sink included: what `UnifiedKVPool.finalize_backing` takes."""
+    capped_max_running_requests: int | None = None
+    """The number of requests, where it has to be lowered."""
+
+
+class RanksDisagreeError(KvArenaError):
+    """At least one rank could not size its pool, so none may.
+
+    Parameters
+    ----------
+    failures : mapping of int to str
+        Rank to reason.
+    ranks : int
+        How many there are.
+    """
+
+    def __init__(self, failures: Mapping[int, str], ranks: int) -> None:
+        self.failures = dict(failures)
+        what = "; ".join(f"rank {rank}: {reason}" for rank, reason in self.failures.items())
+        super().__init__(
+            f"{len(self.failures)} of {ranks} ranks could not size their pool: {what}.",
+            fix="Give those ranks more memory, or lower what one request needs.",
+        )
+
+
+def agree(
+    tokens: int | str | Sequence[int | str],
+    gather: Callable[[int | str], Sequence[int | str]] | None = None,
+) -> int:
+    """The tokens that every rank can hold: the minimum of tokens, not of bytes.
+
+    Stages of a pipeline differ in layers, so the rank with the least memory
+    may well hold the most tokens.
+
+    Parameters
+    ----------
+    tokens : int or str, or a sequence of them
+        This rank's tokens, or, as a text, why it has none; without `gather`,
+        those of all ranks.
+    gather : callable, optional
+        Exchanges a rank's value for those of all ranks, in order.
+
+    Raises
+    ------
+    RanksDisagreeError
+        A rank failed; every rank raises this, with each failed rank's reason.
+    """
+    if gather is not None:
+        if not isinstance(tokens, (int, str)):
+            raise TypeError("with gather, tokens is this rank's own value")
+        values = gather(tokens)
+    else:
+        values = [tokens] if isinstance(tokens, (int, str)) else tokens
+    failures = {
+        rank: value if isinstance(value, str) else f"it has {value} tokens"
+        for rank, value in enumerate(values)
+        if isinstance(value, str) or value <= 0
+    }
+    if failures or not values:
+        raise RanksDisagreeError(failures, len(values))
+    return min(value for value in values if isinstance(value, int))
+
+
+def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
+    """The sizes of a pool at `total_bytes`, as its allocators will have them.
+
+    A side's tokens are what it holds when the other is empty: both share the bytes.
+
+    Raises
+    ------
+    PoolSizeError
+        The pool cannot have this size.
+    """
+    pool.check_total_bytes(total_bytes)
+    tokens = {
+        spec.name: (total_bytes // pool.page_bytes(spec.name) - pool.min_page_index(spec.name))
+        * pool.slots_per_page(spec.name)
+        for spec in pool.sub_pool_specs
+    }
+    full = tokens.get("full")
+    return PostCaptureKVResize(
+        max_total_num_tokens=next(iter(tokens.values())) if full is None else full,
+        full_max_total_num_tokens=full,
+        swa_max_total_num_tokens=tokens.get("swa"),
+        unified_memory_pool_bytes=total_bytes,
+    )
+
+
+def smaller_resize(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> PostCaptureKVResize:
+    """What to try after backing `resize` ran out of memory.
+
+    What the device has free now, but at least an eighth less, since it said
+    no to the last size; never less than the floor for one request.
+
+    Raises
+    ------
+    PoolSizeError
+        `resize` was at the floor already.
+    """
+    last = resize.unified_memory_pool_bytes
+    if last is None or last <= pool.floor_bytes:
+        raise PoolSizeError(
+            f"Not even the {pool.floor_bytes} bytes that one request needs could be backed.",
+            requested=last,
+            least=pool.floor_bytes,
+            most=pool.reserved_bytes,
+            fix="Free memory on the device, or lower the context length.",
+        )
+    return resize_for(pool, max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 8)))
