@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from kvarena.pool.allocator_contract import AllocatorContract
+from kvarena.pool.resize_contract import ResizeContract
+
+LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
+
+
+class TestAllocators(AllocatorContract):
+    expression = LIMITED
+
+
+class TestResize(ResizeContract):
+    expression = LIMITED
