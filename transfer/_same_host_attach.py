@@ -1,0 +1,175 @@
+"""The sending side's first words: from a description to a peer whose arena is mapped."""
+
+from __future__ import annotations
+
+import json
+import socket
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from kvarena.errors import KvArenaError
+from kvarena.transfer._same_host_errors import HandleImportError, PeerRefused, WireError
+from kvarena.transfer._same_host_import import MappedArena
+from kvarena.transfer._same_host_memory import MemoryDriver
+from kvarena.transfer._same_host_path import dial
+from kvarena.transfer._same_host_peer import Peer
+from kvarena.transfer._same_host_wire import VERSION, Kind, Packet, encode, field, receive, transmit
+from kvarena.transfer.errors import Difference, ManifestMismatch
+
+__all__ = ["Description", "attach"]
+
+_FORMAT = "kvarena-same-host"
+
+
+class Description(NamedTuple):
+    """How to reach an engine."""
+
+    path: str
+    name: str
+    identity: str
+    epoch: int
+
+    def encode(self) -> bytes:
+        """For a peer."""
+        return json.dumps({"format": _FORMAT, "version": VERSION, **self._asdict()}).encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Description:
+        """From a peer. Raises `PeerRefused`."""
+        try:
+            body = json.loads(encoded)
+            if not isinstance(body, dict) or body.get("format") != _FORMAT:
+                raise WireError("it is no description of a same-host engine")
+            if body.get("version") != VERSION:
+                raise PeerRefused(
+                    "?", "version", f"it speaks version {body.get('version')}, we speak {VERSION}"
+                )
+            return cls(
+                field(body, "path", str),
+                field(body, "name", str),
+                field(body, "identity", str),
+                field(body, "epoch", int),
+            )
+        except (ValueError, RecursionError, WireError) as error:
+            raise PeerRefused("?", "description", str(error)) from error
+
+
+def attach(
+    description: Description,
+    *,
+    name: str,
+    identity: str,
+    manifest: bytes | None,
+    check_manifest: Callable[[bytes | None], None],
+    driver: MemoryDriver,
+    make_peer: Callable[[MappedArena, socket.socket], Peer],
+    timeout: float,
+) -> Peer:
+    """Shake hands, and map what the peer exports.
+
+    Raises
+    ------
+    PeerRefused
+        The peer cannot be reached, is not who it should be, or does not want us.
+    ManifestMismatch
+        Its pages are not ours.
+    HandleImportError
+        Its memory cannot be mapped here.
+    SocketPathError
+        Its socket is not one to trust.
+    """
+    sock = dial(Path(description.path), timeout)
+    try:
+        hello: dict[str, Any] = {"name": name, "identity": identity}
+        if manifest is not None:
+            hello["manifest"] = b64encode(manifest).decode()
+        try:
+            transmit(sock, encode(Kind.HELLO, hello))
+        except OSError as error:
+            raise _unreachable(description, error) from error
+        welcome = _next(sock, description)
+        if welcome.kind is Kind.REFUSE:
+            _raise_refusal(description, welcome.body)
+        arena = _check_welcome(welcome, description, check_manifest, driver)
+    except BaseException:
+        sock.close()
+        raise
+    peer = make_peer(arena, sock)
+    try:
+        while peer.epoch < max(1, field(welcome.body, "epoch", int)):
+            peer.handle(_next(sock, description))
+    except WireError as error:
+        peer.close(str(error))
+        raise PeerRefused(description.name, "description", str(error)) from error
+    except BaseException as error:
+        peer.close(str(error))
+        raise
+    peer.listen()
+    return peer
+
+
+def _check_welcome(
+    welcome: Packet,
+    description: Description,
+    check_manifest: Callable[[bytes | None], None],
+    driver: MemoryDriver,
+) -> MappedArena:
+    try:
+        if welcome.kind is not Kind.WELCOME:
+            raise WireError(f"{welcome.kind.name} instead of WELCOME")
+        body = welcome.body
+        identity, memory = field(body, "identity", str), field(body, "memory", str)
+        base, reserved = field(body, "base", int), field(body, "reserved_bytes", int)
+        field(body, "epoch", int)
+        manifest = b64decode(field(body, "manifest", str)) if "manifest" in body else None
+    except (WireError, ValueError) as error:
+        raise PeerRefused(description.name, "description", str(error)) from error
+    if identity != description.identity:
+        raise PeerRefused(
+            description.name,
+            "identity",
+            f"another engine listens at {description.path} now",
+            fix="Connect to its new description.",
+        )
+    check_manifest(manifest)
+    if memory != driver.name:
+        raise HandleImportError(
+            description.name, 0, reserved, f"it is {memory} memory, ours is {driver.name}"
+        )
+    try:
+        return MappedArena(driver, description.name, base, reserved)
+    except KvArenaError as error:
+        raise HandleImportError(description.name, 0, reserved, str(error)) from error
+
+
+def _next(sock: socket.socket, description: Description) -> Packet:
+    for _ in range(2):
+        try:
+            packet = receive(sock)
+        except ConnectionResetError:
+            continue  # what was sent before can still be read
+        except WireError as error:
+            raise PeerRefused(description.name, "description", str(error)) from error
+        except OSError as error:
+            raise _unreachable(description, error) from error
+        if packet is not None:
+            return packet
+        break
+    raise _unreachable(description, "it closed the connection")
+
+
+def _unreachable(description: Description, error: object) -> PeerRefused:
+    return PeerRefused(description.name, "unreachable", str(error), fix="Is that process alive?")
+
+
+def _raise_refusal(description: Description, body: dict[str, Any]) -> NoReturn:
+    code, why = str(body.get("code")), str(body.get("why"))
+    differences = body.get("differences")
+    if code == "manifest" and isinstance(differences, list):
+        raise ManifestMismatch(
+            [Difference(str(row[0]), str(row[2]), str(row[1])) for row in differences if len(row) == 3]
+        )
+    fix = "Give every engine of a host its own name." if code == "name" else ""
+    raise PeerRefused(description.name, code, why, fix=fix)

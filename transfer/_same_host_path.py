@@ -1,0 +1,153 @@
+"""Where sockets live: a directory that only this user can enter, and names that only one engine holds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvarena.transfer._same_host_errors import PeerRefused, SocketPathError
+from kvarena.transfer._same_host_wire import peer_uid
+
+__all__ = ["check_directory", "default_directory", "dial", "listen"]
+
+# sun_path has 108 bytes and ends with a zero (unix(7)).
+_PATH_BYTES = 107
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def default_directory() -> Path:
+    """``$XDG_RUNTIME_DIR/kvarena``, or ``/tmp/kvarena-<uid>`` where that is not set."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "kvarena" if runtime else Path(f"/tmp/kvarena-{os.geteuid()}")
+
+
+def check_directory(directory: Path, *, create: bool = False) -> None:
+    """Raise `SocketPathError` unless `directory` is ours, real, and closed to everyone else."""
+    if create:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            # mkdir's mode is cut by the umask, never widened.
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise SocketPathError(str(directory), f"cannot be made ({error.strerror})") from error
+    try:
+        found = os.lstat(directory)
+    except OSError as error:
+        raise SocketPathError(str(directory), error.strerror or "cannot be read") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise SocketPathError(str(directory), "is no directory", fix="Choose another socket directory.")
+    if found.st_uid != os.geteuid():
+        raise SocketPathError(
+            str(directory),
+            f"belongs to user {found.st_uid}, we are {os.geteuid()}",
+            fix="Choose a socket directory of your own.",
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise SocketPathError(
+            str(directory), f"has mode {mode:04o}, others can enter it", fix=f"chmod 0700 {directory}"
+        )
+
+
+def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
+    """A listening socket called `name`; one that a dead process left there is taken over.
+
+    Raises
+    ------
+    SocketPathError
+        A bad name or directory, a path that is too long, something else of that name, or a live
+        engine behind it.
+    """
+    if not _NAME.fullmatch(name):
+        raise SocketPathError(name, "is no name for a socket", fix="Use letters, digits, dots and dashes.")
+    path = directory / f"{name}.sock"
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise SocketPathError(
+            str(path),
+            f"has {len(os.fsencode(path))} bytes, {_PATH_BYTES} are the most",
+            fix="Set a shorter socket directory or name.",
+        )
+    check_directory(directory, create=True)
+    with _locked(directory):
+        _clear_the_way(path)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            server.bind(str(path))
+            os.chmod(path, 0o600)
+            server.listen(64)
+        except OSError as error:
+            server.close()
+            raise SocketPathError(str(path), error.strerror or "cannot be bound") from error
+    return server, path
+
+
+def dial(path: Path, timeout: float) -> socket.socket:
+    """A socket connected to the engine at `path`, which runs as our user.
+
+    Raises
+    ------
+    SocketPathError
+        The socket, or its directory, belongs to someone else or is open to them.
+    PeerRefused
+        Nobody answers there, or another user's process does.
+    """
+    check_directory(path.parent)
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise PeerRefused(str(path), "unreachable", error.strerror or "no such socket") from error
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise SocketPathError(str(path), f"is no socket of user {os.geteuid()} (it is user {found.st_uid}'s)")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(str(path))
+        uid = peer_uid(sock)
+    except OSError as error:
+        sock.close()
+        raise PeerRefused(str(path), "unreachable", str(error), fix="Is that process alive?") from error
+    if uid != os.geteuid():
+        sock.close()
+        raise PeerRefused(str(path), "uid", f"it runs as user {uid}, we are {os.geteuid()}")
+    return sock
+
+
+def _clear_the_way(path: Path) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise SocketPathError(str(path), "exists and is no socket", fix="Remove it, or use another name.")
+    if found.st_uid != os.geteuid():
+        raise SocketPathError(str(path), f"belongs to user {found.st_uid}, we are {os.geteuid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                os.unlink(path)  # its owner died without closing it
+                return
+            raise SocketPathError(str(path), f"exists, and cannot be probed ({error})") from error
+    raise SocketPathError(str(path), "another engine listens there", fix="Give this engine another name.")
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Two engines that start at once must not take one stale socket over twice."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

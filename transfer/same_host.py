@@ -1,0 +1,445 @@
+"""Moves pages between processes of one host through memory that both have mapped."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import numpy.typing as npt
+from kvarena.transfer._copy import Copier
+from kvarena.transfer._same_host_attach import Description, attach
+from kvarena.transfer._same_host_channel import SocketLoop
+from kvarena.transfer._same_host_errors import PeerRefused
+from kvarena.transfer._same_host_export import Exports
+from kvarena.transfer._same_host_import import MappedArena
+from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
+from kvarena.transfer._same_host_leases import PageLease
+from kvarena.transfer._same_host_memory import ArenaMemory, MemoryDriver
+from kvarena.transfer._same_host_path import default_directory, listen
+from kvarena.transfer._same_host_peer import Peer
+from kvarena.transfer._same_host_pending import SameHostPending
+from kvarena.transfer._same_host_server import Server
+from kvarena.transfer.errors import (
+    Difference,
+    EngineUnavailable,
+    ManifestMismatch,
+    PageError,
+    QuiesceTimeout,
+    RegistrationError,
+    TransferFailed,
+)
+from kvarena.transfer.protocol import Capabilities, Region
+
+if TYPE_CHECKING:
+    from kvarena.transfer.manifest import Manifest
+
+__all__ = ["SameHostEngine"]
+
+
+@final
+class SameHostEngine:
+    """A `TransferEngine` for two processes of one user on one host.
+
+    The receiver hands the descriptors of its arena's handles to the sender over a Unix socket; the
+    sender maps them and writes pages with one gather-scatter kernel on a stream of its own (CUDA), or
+    with memory copies in a thread of its own (host). Nothing but registered regions can be written,
+    and `submit_pages` writes nothing but pages that the receiver has leased.
+
+    Parameters
+    ----------
+    arena : ArenaMemory
+        Ours; `kvarena.pool.Arena` is one. It is read, and must outlive the engine.
+    name : str, optional
+        Of this engine on this host, unique; part of the socket's path.
+    directory : Path, optional
+        Where the socket is made: mode 0700, and ours. Default: ``$XDG_RUNTIME_DIR/kvarena``, or
+        ``/tmp/kvarena-<uid>``.
+    manifest : Manifest, optional
+        What our pages mean; a peer whose pages mean something else is refused.
+    connect_timeout : float
+        Seconds that a peer may take to answer.
+    drain_timeout : float
+        Seconds that peers may take to let go of memory, and copies to end.
+
+    Raises
+    ------
+    SocketPathError
+        The socket cannot be made there.
+    EngineUnavailable
+        CUDA memory, but no Triton or driver to move it with.
+    """
+
+    name = "same-host"
+    capabilities = Capabilities(
+        crosses_seams=True, spans_handles=True, detects_unmapped=True, live_reregistration=True
+    )
+
+    def __init__(
+        self,
+        arena: ArenaMemory,
+        *,
+        name: str | None = None,
+        directory: Path | None = None,
+        manifest: Manifest | None = None,
+        connect_timeout: float = 10.0,
+        drain_timeout: float = 30.0,
+    ) -> None:
+        self._arena = arena
+        self._manifest = manifest
+        self._identity = secrets.token_hex(8)
+        self.engine_name = name or f"{os.getpid()}-{self._identity[:6]}"
+        self._connect_timeout = connect_timeout
+        self._drain_timeout = drain_timeout
+        self._changed = threading.Condition(threading.RLock())
+        self._connecting = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._incoming = IncomingTable()
+        self._exports = Exports(arena, self.name)
+        self._closed = False
+        sock, path = listen(directory or default_directory(), self.engine_name)
+        try:
+            self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
+            self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}")
+        except BaseException:
+            sock.close()
+            path.unlink()
+            raise
+        self._server = Server(
+            self._loop,
+            sock,
+            path,
+            self._exports,
+            self._changed,
+            self._incoming,
+            self._welcome,
+            self._check_manifest,
+        )
+
+    @property
+    def socket_path(self) -> Path:
+        """Where peers reach us."""
+        return self._server.path
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What is registered."""
+        return self._exports.regions
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Engines that have our arena mapped."""
+        return self._server.peers
+
+    def peer(self, key: str) -> Peer:
+        """An engine whose arena we have mapped. Raises `TransferFailed`."""
+        with self._changed:
+            peer = self._peers.get(key)
+        if peer is None:
+            raise TransferFailed(
+                self.name, key, "ENOTCONN", "not connected", fix="Connect to its description."
+            )
+        return peer
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See `TransferEngine.register`: peers may write these bytes, and we may send them.
+
+        Connected peers are told at once.
+        """
+        with self._changed:
+            self._require_open(regions, "register")
+            self._exports.add([Region(*region) for region in regions])
+            self._server.tell_all(fence=False)
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """See `TransferEngine.unregister`. On return no peer writes or maps them, and we send none.
+
+        A peer that does not let go within `drain_timeout` is detached.
+
+        Raises
+        ------
+        RegistrationError
+            One is not registered; nothing has changed.
+        QuiesceTimeout
+            Our own transfers did not end; they are registered still.
+        """
+        regions = [Region(*region) for region in regions]
+        with self._changed:
+            self._require_open(regions, "unregister")
+            self._exports.check_held(regions)
+            peers = list(self._peers.values())
+        for peer in peers:
+            if not peer.drain(self._drain_timeout):
+                raise QuiesceTimeout(
+                    f"Transfers to {peer.name} did not end",
+                    in_flight=peer.in_flight,
+                    seconds=self._drain_timeout,
+                )
+        with self._changed:
+            self._exports.remove(regions)
+            epoch = self._exports.epoch
+            self._server.tell_all(fence=True)
+        self._server.wait_until_let_go(epoch, self._drain_timeout)
+
+    def refresh(self) -> None:
+        """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
+        with self._changed:
+            if not self._closed and self._exports.refresh():
+                self._server.tell_all(fence=True)
+
+    def describe(self) -> bytes:
+        """See `TransferEngine.describe`."""
+        with self._changed:
+            return Description(
+                str(self._server.path), self.engine_name, self._identity, self._exports.epoch
+            ).encode()
+
+    def connect(self, description: bytes) -> str:
+        """See `TransferEngine.connect`; the key is the peer's `engine_name`.
+
+        Raises
+        ------
+        PeerRefused
+            It cannot be reached, or one side refuses the other.
+        ManifestMismatch
+            Its pages are not ours.
+        HandleImportError
+            Its memory cannot be mapped here.
+        """
+        wanted = Description.decode(description)
+        with self._connecting:
+            if self._closed:
+                raise TransferFailed(self.name, wanted.name, "EBADF", "this engine is closed")
+            known = self._peers.get(wanted.name)
+            if known is not None and known.identity == wanted.identity and known.gone is None:
+                if known.wait_for_epoch(wanted.epoch, self._connect_timeout):
+                    return known.name
+                why = (
+                    known.gone or f"it did not export epoch {wanted.epoch} within {self._connect_timeout:g} s"
+                )
+                raise PeerRefused(wanted.name, "unreachable", why)
+            if known is not None:
+                known.close("it was started anew")
+            peer = attach(
+                wanted,
+                name=self.engine_name,
+                identity=self._identity,
+                manifest=None if self._manifest is None else self._manifest.encode(),
+                check_manifest=self._check_manifest,
+                driver=self._arena.driver,
+                make_peer=lambda arena, sock: self._make_peer(wanted, arena, sock),
+                timeout=self._connect_timeout,
+            )
+            with self._changed:
+                self._peers[peer.name] = peer
+            if peer.gone is not None:  # it went while it was being entered
+                self._forget(peer)
+                raise PeerRefused(wanted.name, "unreachable", peer.gone)
+            return peer.name
+
+    def disconnect(self, peer: str) -> None:
+        """See `TransferEngine.disconnect`; waits for what is under way."""
+        with self._changed:
+            known = self._peers.pop(peer, None)
+        if known is not None:
+            known.close("it was disconnected here")
+
+    def submit(
+        self,
+        peer: str,
+        src: npt.ArrayLike,
+        dst: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        *,
+        after: int | None = None,
+    ) -> SameHostPending:
+        """See `TransferEngine.submit`.
+
+        Parameters
+        ----------
+        after : int, optional
+            A CUDA stream whose work so far must be done before the sources are read.
+        """
+        known = self.peer(peer)
+        sources, targets, counts = (np.asarray(column, np.int64).ravel() for column in (src, dst, lengths))
+        if not sources.size == targets.size == counts.size:
+            raise self._refusal(
+                peer, f"{sources.size} sources, {targets.size} destinations, {counts.size} lengths"
+            )
+        if counts.size and int(counts.min()) < 0:
+            raise self._refusal(peer, f"a length is {int(counts.min())}")
+        outside = self._exports.intervals.first_outside(sources, counts)
+        if outside is not None:
+            raise self._refusal(
+                peer, f"{int(counts[outside])} bytes at {int(sources[outside]):#x} here are not registered"
+            )
+        return known.spans(sources, targets, counts, after)
+
+    def submit_pages(
+        self,
+        peer: str,
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+        page_bytes: int,
+        lease: PageLease,
+        *,
+        sub_pool: str = "full",
+        src_base: int | None = None,
+        dst_base: int | None = None,
+        after: int | None = None,
+    ) -> SameHostPending:
+        """Start writing leased pages, in one launch; the receiver's `expect` learns when they are there.
+
+        Parameters
+        ----------
+        src_pages, dst_pages : array_like of int, shape (n,)
+            Page ids here and there.
+        page_bytes : int
+            Bytes of a page envelope.
+        lease : PageLease
+            From the receiver, as it came with the request.
+        sub_pool : str
+            Which of the lease's page lists `dst_pages` are from.
+        src_base, dst_base : int, optional
+            Addresses of page 0, each in its own process; default: the arenas' first bytes, where every
+            sub-pool of a unified pool starts.
+        after : int, optional
+            As in `submit`.
+
+        Raises
+        ------
+        LeaseError
+            A page is not leased, is written twice, or the lease has ended.
+        TransferFailed
+            The peer is gone, or pages are not registered on either side. The receiver is told.
+        PageError
+            Lists of different lengths, or a page size that is not positive.
+        """
+        known = self.peer(peer)
+        source_ids, target_ids = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        if source_ids.ndim != 1 or source_ids.shape != target_ids.shape or page_bytes <= 0:
+            raise PageError(
+                f"{source_ids.shape} source pages for {target_ids.shape} destinations of {page_bytes} bytes."
+            )
+        base = self._arena.base if src_base is None else src_base
+        if source_ids.size and not self._exports.intervals.covers_pages(base, source_ids, page_bytes):
+            error = self._refusal(peer, "source pages are not registered here").of(lease.request)
+            known.give_up(lease, error.why)
+            raise error
+        return known.pages(base, source_ids, dst_base, target_ids, page_bytes, lease, sub_pool, after)
+
+    def admit(self, peer: str, lease: PageLease) -> None:
+        """Get to know a lease when its request arrives, so that the first `submit_pages` need not."""
+        self.peer(peer).admit(lease)
+
+    def give_up(self, peer: str, lease: PageLease, why: str) -> None:
+        """Tell the receiver at once that what it leased will not come (an aborted prefill)."""
+        self.peer(peer).give_up(lease, why)
+
+    def expect(self, lease: PageLease) -> Incoming:
+        """Wait for the pages of a lease that we granted; ask before the lease goes to the sender."""
+        with self._changed:
+            return self._incoming.expect(lease, self._exports.epoch)
+
+    def revoke(self, lease: PageLease, why: str = "it was revoked") -> None:
+        """Take a lease back; on return no peer writes its pages, now or later."""
+        key = (lease.request, lease.serial)
+        self._incoming.revoke(key, why)
+        self._server.revoke(key, self._drain_timeout)
+
+    def prepare(self, page_bytes: int) -> None:
+        """Compile for pages of this size now, instead of in the first transfer."""
+        self._copier.prepare(page_bytes)
+
+    def close(self) -> None:
+        """See `TransferEngine.close`."""
+        with self._connecting, self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.close("this engine was closed")
+        self._server.close()
+        self._incoming.lost(None, "this engine was closed")
+        self._loop.close()
+        self._copier.close()
+        with self._changed:
+            self._exports.close()
+
+    def __enter__(self) -> SameHostEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_peer(self, wanted: Description, arena: MappedArena, sock: socket.socket) -> Peer:
+        return Peer(
+            wanted.name,
+            wanted.identity,
+            arena,
+            self._copier,
+            self._loop,
+            sock,
+            self._forget,
+            self._drain_timeout,
+        )
+
+    def _forget(self, peer: Peer) -> None:
+        """A peer is gone; its successor of the same name may be there already."""
+        with self._changed:
+            if self._peers.get(peer.name) is peer:
+                del self._peers[peer.name]
+
+    def _welcome(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "name": self.engine_name,
+            "identity": self._identity,
+            "epoch": self._exports.epoch,
+            "memory": self._arena.driver.name,
+            "base": self._arena.base,
+            "reserved_bytes": self._arena.reserved_bytes,
+        }
+        if self._manifest is not None:
+            body["manifest"] = b64encode(self._manifest.encode()).decode()
+        return body
+
+    def _check_manifest(self, encoded: bytes | None) -> None:
+        if self._manifest is None and encoded is None:
+            return
+        if self._manifest is None or encoded is None:
+            said = [value if value is None else "a manifest" for value in (self._manifest, encoded)]
+            raise ManifestMismatch([Difference("manifest", *said)])
+        self._manifest.check(type(self._manifest).decode(encoded))
+
+    def _require_open(self, regions: Sequence[Region], action: str) -> None:
+        if self._closed:
+            region = Region(*regions[0]) if regions else Region(0, 0)
+            raise RegistrationError(
+                self.name, region, "EBADF", action=action, meaning="this engine is closed"
+            )
+
+    def _refusal(self, peer: str, why: str) -> TransferFailed:
+        return TransferFailed(self.name, peer, "EINVAL", why)
+
+
+def make_copier(driver: MemoryDriver, thread_name: str) -> Copier:
+    """The copier for a driver's memory. Raises `EngineUnavailable`."""
+    if driver.name != "cuda":
+        from kvarena.transfer._copy_host import HostCopier
+
+        return HostCopier(thread_name)
+    try:
+        from kvarena.transfer._copy_cuda import CudaCopier
+    except ImportError as error:
+        raise EngineUnavailable(
+            "same-host", f"{error.name} cannot be imported ({error})", fix="Install triton and cuda-python."
+        ) from error
+    return CudaCopier(driver.device.index, thread_name)
