@@ -126,8 +126,9 @@ def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
 def smaller_resize(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> PostCaptureKVResize:
     """What to try after backing `resize` ran out of memory.
 
-    What the device has free now, but at least an eighth less, since it said
-    no to the last size; never less than the floor for one request.
+    What the device has free now, but at least a sixty-fourth less (2 GiB of a
+    pool of 130), since it said no to the last size; never less than the floor
+    for one request.
 
     Raises
     ------
@@ -143,4 +144,4 @@ def smaller_resize(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> PostCapt
             most=pool.reserved_bytes,
             fix="Free memory on the device, or lower the context length.",
         )
-    return resize_for(pool, max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 8)))
+    return resize_for(pool, max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 64)))
