@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from kvarena.pool.errors import LayoutError, PoolSizeError
 from kvarena.pool.layout import SubPoolSpec
@@ -40,9 +41,10 @@ def floor_bytes(chain: Sequence[SubPoolSpec], page_size: int, terms: Sequence[tu
                 f"A floor term names {name!r}, which is no sub-pool.",
                 fix=f"The names are: {', '.join(pages)}.",
             )
-        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+        count = as_count(slots)
+        if count is None or count < 0:
             raise LayoutError(f"The floor of {name!r} is {slots!r} slots.", fix="Give 0 or more.")
-        pages[name] = max(pages[name], -(-slots // slots_per_page[name]))
+        pages[name] = max(pages[name], -(-count // slots_per_page[name]))
     envelopes = [spec.page_envelope_bytes(page_size) for spec in chain]
     end = max(envelopes)
     for count, envelope in zip(pages.values(), envelopes, strict=True):
@@ -58,11 +60,8 @@ def check_size(total_bytes: object, *, least: int, most: int) -> int:
     PoolSizeError
         It is none, above the reservation, or below the floor for one request.
     """
-    try:
-        size = operator.index(total_bytes)  # type: ignore[arg-type]
-    except TypeError:
-        size = -1
-    if size == -1 or isinstance(total_bytes, bool):
+    size = as_count(total_bytes)
+    if size is None:
         raise PoolSizeError(
             f"The size of the pool is missing: {total_bytes!r} is not a byte count.",
             requested=None,
@@ -87,3 +86,10 @@ def check_size(total_bytes: object, *, least: int, most: int) -> int:
             fix="Reserve more before capture, or finalize to less.",
         )
     return size
+
+
+def as_count(value: object) -> int | None:
+    """A whole number as an int, be it numpy's; None for anything else, booleans among it."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    return operator.index(value)

@@ -1,11 +1,13 @@
 """What tests of memory need: a driver that fails when told to, and a look for leaks.
 
 The failing driver stacks on a real one, so what is tested is the real
-thing's undo.
+thing's undo. Ready-made tests are in :mod:`kvarena.pool.driver_contract`,
+:mod:`kvarena.pool.arena_contract` and :mod:`kvarena.pool.pool_contract`.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from kvarena.pool.driver import Driver
 
-__all__ = ["OPS", "FailingDriver", "LeakError", "Resources", "mapped_within", "no_leaks"]
+__all__ = ["OPS", "FailingDriver", "LeakError", "Resources", "make_driver", "mapped_within", "no_leaks"]
 
 OPS = frozenset(
     {
@@ -81,6 +83,9 @@ class FailingDriver:
         self._ops = OPS if ops is None else frozenset(ops)
         self._error = error
         self._forever = forever
+        self._reservations: dict[int, int] = {}
+        self._mappings: dict[int, int] = {}
+        self._handles: set[int] = set()
         self.fail_at = fail_at
 
     @property
@@ -92,6 +97,14 @@ class FailingDriver:
     def fail_at(self, number: int | None) -> None:
         self._fail_at = number
         self.counted = 0
+
+    def outstanding(self) -> list[str]:
+        """What was taken through this adaptor and not given back, a line each."""
+        return [
+            *(f"reservation of {nbytes} bytes at {start:#x}" for start, nbytes in self._reservations.items()),
+            *(f"mapping of {nbytes} bytes at {start:#x}" for start, nbytes in self._mappings.items()),
+            *(f"handle {handle}" for handle in sorted(self._handles)),
+        ]
 
     @property
     def name(self) -> str:
@@ -116,32 +129,40 @@ class FailingDriver:
     def reserve(self, nbytes: int) -> int:
         """See `Driver.reserve`."""
         self._count("reserve")
-        return self.driver.reserve(nbytes)
+        address = self.driver.reserve(nbytes)
+        self._reservations[address] = nbytes
+        return address
 
     def release_reservation(self, address: int, nbytes: int) -> None:
         """See `Driver.release_reservation`."""
         self._count("release_reservation")
         self.driver.release_reservation(address, nbytes)
+        self._reservations.pop(address, None)
 
     def create(self, nbytes: int) -> int:
         """See `Driver.create`."""
         self._count("create")
-        return self.driver.create(nbytes)
+        handle = self.driver.create(nbytes)
+        self._handles.add(handle)
+        return handle
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """See `Driver.map`."""
         self._count("map")
         self.driver.map(address, nbytes, handle)
+        self._mappings[address] = nbytes
 
     def unmap(self, address: int, nbytes: int) -> None:
         """See `Driver.unmap`."""
         self._count("unmap")
         self.driver.unmap(address, nbytes)
+        self._mappings.pop(address, None)
 
     def release(self, handle: int) -> None:
         """See `Driver.release`."""
         self._count("release")
         self.driver.release(handle)
+        self._handles.discard(handle)
 
     def export_fd(self, handle: int) -> int:
         """See `Driver.export_fd`."""
@@ -151,7 +172,9 @@ class FailingDriver:
     def import_fd(self, fd: int, nbytes: int) -> int:
         """See `Driver.import_fd`."""
         self._count("import_fd")
-        return self.driver.import_fd(fd, nbytes)
+        handle = self.driver.import_fd(fd, nbytes)
+        self._handles.add(handle)
+        return handle
 
     def free_bytes(self) -> int:
         """See `Driver.free_bytes`."""
@@ -177,6 +200,14 @@ class FailingDriver:
             return
         if self.counted == self._fail_at or self._forever:
             raise self._error or DriverError(op, "INJECTED", f"call {self.counted}")
+
+
+def make_driver(expression: str) -> Driver:
+    """The driver that an expression like ``kvarena.pool.HostVmm()`` makes."""
+    path, _, call = expression.partition("(")
+    module, _, name = path.rpartition(".")
+    made: Driver = eval(f"make({call}", {"make": getattr(importlib.import_module(module), name)})
+    return made
 
 
 class LeakError(AssertionError):

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from kvarena.pool.arena_contract import ArenaContract
+from kvarena.pool.driver_contract import DriverContract
+from kvarena.pool.pool_contract import PoolContract
+
+pytestmark = pytest.mark.gpu
+
+
+class TestDriver(DriverContract):
+    expression = "kvarena.pool.CudaVmm(0)"
+
+
+class TestArena(ArenaContract):
+    expression = "kvarena.pool.CudaVmm(0)"
+
+
+class TestPool(PoolContract):
+    expression = "kvarena.pool.CudaVmm(0)"

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from kvarena.pool.arena_contract import ArenaContract
+from kvarena.pool.driver_contract import DriverContract
+
+LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
+AS_CUDA = "kvarena.pool.HostVmm(memory_limit=256 << 20, granularity=2 << 20)"
+
+
+class TestDriver(DriverContract):
+    expression = LIMITED
+
+
+class TestDriverWithLargeGranules(DriverContract):
+    expression = AS_CUDA
+
+
+class TestArena(ArenaContract):
+    expression = LIMITED
+
+
+class TestArenaWithLargeGranules(ArenaContract):
+    expression = AS_CUDA

@@ -1,0 +1,7 @@
+"""The contract's asserts are explained as a test file's are."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("kvarena.pool.pool_contract")
