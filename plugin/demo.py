@@ -1,0 +1,146 @@
+"""``kvarena demo``: a prefill and a decode process serve a text, and a third one checks their tokens."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+from kvarena.plugin.config import Settings, load_settings, parse_bytes
+from kvarena.plugin.demo_input import InputError, cut_into_prompts, read_text
+from kvarena.plugin.demo_report import DemoConsole
+from kvarena.plugin.demo_run import Demo
+from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
+from kvarena.plugin.engines.embedded.requests import Request, prompt_tokens
+
+__all__ = ["add_parser", "run"]
+
+_MEMORY_LIMIT = "24MiB"
+_MOST_NEW_TOKENS = 1 << 20
+_MOST_REQUESTS = 256
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command's options."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="serve a text with a prefill and a decode process, and check every token",
+        description="Serve a text with a prefill and a decode process over a KV pool that is sized after "
+        "warm-up, move the pages between them, and compare every token with those of a single process. "
+        "Exit status: 0 equal and sound, 1 not, 2 bad input.",
+    )
+    model, engine = ModelConfig(), EngineConfig()
+    parser.add_argument(
+        "--input", metavar="FILE", help="a UTF-8 text file (default: a passage that is shipped)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=6, metavar="N", help="prompts to cut it into (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens to generate for each (%(default)s)",
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=engine.page_size, metavar="N", help="tokens a page (%(default)s)"
+    )
+    parser.add_argument(
+        "--chunk-pages",
+        type=int,
+        default=engine.chunk_pages,
+        metavar="N",
+        help="pages that one prefill step fills (%(default)s)",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=model.window,
+        metavar="N",
+        help="tokens that a sliding-window layer sees (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help=f"memory that each process's pool may take (KVARENA_MEMORY_LIMIT, else {_MEMORY_LIMIT})",
+    )
+    parser.add_argument(
+        "--transfer", metavar="ENGINE", help="what moves the pages (KVARENA_TRANSFER, else mooncake)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=model.seed, metavar="N", help="of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="control port on 127.0.0.1 (default: a free one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns 0 if the tokens are equal and every invariant held, else 1.
+
+    Raises
+    ------
+    KvArenaError
+        Bad input; nothing was served.
+    """
+    settings = _settings(args)
+    config, requests = _plan(args, settings)
+    with DemoConsole(quiet=args.json, requests=len(requests)) as console:
+        report = Demo(config, settings, requests, port=args.port, on_event=console.event).run()
+        console.report(report)
+    if args.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    return 0 if report.ok else 1
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    settings = load_settings()
+    limit = settings.memory_limit
+    if args.memory_limit is not None:
+        limit = parse_bytes(args.memory_limit, what="--memory-limit")
+    if limit is None:
+        limit = parse_bytes(_MEMORY_LIMIT)
+    if limit < 1:
+        raise InputError("--memory-limit is 0 bytes.", fix=f"Leave it out for {_MEMORY_LIMIT}.")
+    transfer = (args.transfer,) if args.transfer else settings.transfer or ("mooncake",)
+    # On a GPU the driver gives what the device has; there the limit is the pool's own.
+    field = "pool_bytes" if args.device == "cuda" else "memory_limit"
+    return msgspec.structs.replace(settings, transfer=transfer, **{field: limit})
+
+
+def _plan(args: argparse.Namespace, settings: Settings) -> tuple[EngineConfig, list[Request]]:
+    for name, value, most in (
+        ("--requests", args.requests, _MOST_REQUESTS),
+        ("--max-new-tokens", args.max_new_tokens, _MOST_NEW_TOKENS),
+        ("--port", args.port, 65535),
+    ):
+        least = 0 if name == "--port" else 1
+        if not least <= value <= most:
+            raise InputError(f"{name} is {value}.", fix=f"Give {least} to {most}.")
+    model = ModelConfig(window=args.window, seed=args.seed)
+    limit = settings.pool_bytes if args.device == "cuda" else settings.memory_limit
+    assert limit is not None
+    text = read_text(args.input, most_bytes=limit // model.full_token_bytes)
+    requests = [
+        Request(rid, prompt_tokens(prompt), args.max_new_tokens)
+        for rid, prompt in enumerate(cut_into_prompts(text, args.requests))
+    ]
+    longest = max(len(request.tokens) for request in requests) + args.max_new_tokens
+    config = EngineConfig(
+        model=model,
+        device=args.device,
+        page_size=args.page_size,
+        chunk_pages=args.chunk_pages,
+        context_length=longest,
+        batch_sizes=_batch_sizes(len(requests)),
+    )
+    return config, requests
+
+
+def _batch_sizes(requests: int) -> tuple[int, ...]:
+    """The captured sizes that so many requests can use."""
+    most = EngineConfig().batch_sizes
+    return tuple(size for index, size in enumerate(most) if index == 0 or most[index - 1] < requests)

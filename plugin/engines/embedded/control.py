@@ -1,0 +1,183 @@
+"""Every message between the processes of the embedded engine.
+
+The client (the demo's parent process) talks to each worker; a prefill worker talks to its decode
+worker. KV never travels here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from kvarena.plugin.engines.embedded.requests import Request, Result
+
+__all__ = [
+    "Abort",
+    "Cancel",
+    "CompareEager",
+    "Connect",
+    "Connected",
+    "Eager",
+    "Finished",
+    "Generate",
+    "Hello",
+    "Message",
+    "Online",
+    "Ping",
+    "Prefill",
+    "PrefillDone",
+    "PrefillFailed",
+    "Progress",
+    "Ready",
+    "Refused",
+    "Stop",
+    "Stopped",
+    "Welcome",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Online(_Message, frozen=True):
+    """Worker to client: the process runs."""
+
+    pid: int
+
+
+class Progress(_Message, frozen=True):
+    """Worker to client: something happened that is worth a line."""
+
+    what: str
+
+
+class Ready(_Message, frozen=True):
+    """Worker to client: the pool is finalized."""
+
+    address: str | None
+    """Where a decode worker listens for prefill workers."""
+    pool: dict[str, Any]
+    """What the engine reports of its pool."""
+
+
+class Connect(_Message, frozen=True):
+    """Client to prefill: serve the decode worker at this address."""
+
+    address: str
+
+
+class Connected(_Message, frozen=True):
+    """Prefill to client: the handshake succeeded."""
+
+
+class Generate(_Message, frozen=True):
+    """Client to decode (or to the reference): a request."""
+
+    request: Request
+
+
+class Cancel(_Message, frozen=True):
+    """Client to decode: the answer is no longer wanted."""
+
+    rid: int
+
+
+class Finished(_Message, frozen=True):
+    """Decode to client: a request's answer or error."""
+
+    result: Result
+
+
+class CompareEager(_Message, frozen=True):
+    """Client to reference: what does an eager pool of so many bytes expose?"""
+
+    total_bytes: int
+
+
+class Eager(_Message, frozen=True):
+    """Reference to client: the answer."""
+
+    total_bytes: int
+    capacities: dict[str, int]
+
+
+class Stop(_Message, frozen=True):
+    """Client to worker: end, and report."""
+
+
+class Stopped(_Message, frozen=True):
+    """Worker to client: the last word, before the process ends."""
+
+    error: str
+    """Why it ends without having been told to; empty otherwise."""
+    refused: bool
+    """Whether the settings are at fault, rather than something that happened."""
+    pool: dict[str, Any]
+
+
+class Hello(_Message, frozen=True):
+    """Prefill to decode: may I write into your pool?"""
+
+    pages: bytes
+    """What the page channel says of this side: manifest, engine, registration."""
+    model: str
+
+
+class Welcome(_Message, frozen=True):
+    """Decode to prefill: yes, and this is how; sent again after each registration."""
+
+    pages: bytes
+    model: str
+
+
+class Refused(_Message, frozen=True):
+    """Either to the other: no transfer between us, and why."""
+
+    what: str
+
+
+class Prefill(_Message, frozen=True):
+    """Decode to prefill: compute this prompt and write its pages into mine."""
+
+    request: Request
+    lease: bytes
+    """The receiver's permission, with the physical pages of each sub-pool in the sequence's order."""
+
+
+class PrefillDone(_Message, frozen=True):
+    """Prefill to decode: every page is written."""
+
+    rid: int
+    serial: int
+    """Of the lease."""
+    written: dict[str, int]
+    """Pages that were written into each sub-pool."""
+    token: int
+    logit: float
+    margin: float
+
+
+class PrefillFailed(_Message, frozen=True):
+    """Prefill to decode: there will be no KV."""
+
+    rid: int
+    what: str
+    settled: bool
+    """Whether no write into the leased pages can still be under way."""
+
+
+class Abort(_Message, frozen=True):
+    """Decode to prefill: drop the request; answered by `PrefillFailed` once nothing writes any more."""
+
+    rid: int
+
+
+class Ping(_Message, frozen=True):
+    """Either to the other: I live."""
+
+
+Message = (
+    Online | Progress | Ready | Connect | Connected | Generate | Cancel | Finished | CompareEager | Eager
+    | Stop | Stopped | Hello | Welcome | Refused | Prefill | PrefillDone | PrefillFailed | Abort | Ping
+)  # fmt: skip
