@@ -112,7 +112,7 @@ class MHASubPoolSpec:
     v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "layer_num", "head_num", "head_dim", "v_dim")
+        _check(self, (self.dtype,), "layer_num", "head_num", "head_dim", "v_dim")
 
     @property
     def v_dim(self) -> int:
@@ -171,7 +171,7 @@ class MLASubPoolSpec:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        _check(self, "layer_num", "kv_lora_rank", "qk_rope_head_dim")
+        _check(self, (self.dtype,), "layer_num", "kv_lora_rank", "qk_rope_head_dim")
 
     @property
     def latent_dim(self) -> int:
@@ -231,7 +231,7 @@ class MambaSubPoolSpec:
     temporal_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _check(self, "layer_num")
+        _check(self, (self.conv_dtype, self.temporal_dtype), "layer_num")
         for shape in (*self.conv_shapes, self.temporal_shape):
             if not shape or any(not _is_count(size) for size in shape):
                 raise LayoutError(
@@ -297,7 +297,7 @@ def chain_order(specs: Sequence[SubPoolSpec]) -> tuple[SubPoolSpec, ...]:
     return (*ends["up"], *ends["float"], *ends["down"])
 
 
-def _check(spec: SubPoolSpec, *counts: str) -> None:
+def _check(spec: SubPoolSpec, dtypes: Sequence[object], *counts: str) -> None:
     if not isinstance(spec.name, str) or not spec.name:
         raise LayoutError(f"A sub-pool has the name {spec.name!r}.", fix="Give it a name.")
     if spec.grow_direction not in ("up", "down", "float"):
@@ -305,6 +305,9 @@ def _check(spec: SubPoolSpec, *counts: str) -> None:
             f"Sub-pool {spec.name!r} has grow_direction {spec.grow_direction!r}.",
             fix='Use "up", "down" or "float".',
         )
+    for dtype in dtypes:
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"Sub-pool {spec.name!r} has dtype {dtype!r}.", fix="Give a torch.dtype.")
     for field in counts:
         value = getattr(spec, field)
         if not _is_count(value):

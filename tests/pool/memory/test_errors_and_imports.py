@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import kvarena.pool
+import pytest
+import torch
+from kvarena.errors import KvArenaError
+from kvarena.pool import cuda_vmm, errors
+
+SAMPLES = [
+    errors.DriverError("mmap", "ENOMEM", "5 bytes", fix="Use less."),
+    errors.DriverUnavailableError("cuInit", "CUDA_ERROR_NO_DEVICE"),
+    errors.OutOfMemoryError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", requested=10, free=4),
+    errors.PoolSizeError("Too much.", requested=9, least=1, most=8, fix="Use 8."),
+    errors.RefusedError(["a", "b"]),
+    errors.PoolStateError("Closed.", fix="Open it."),
+]
+
+
+@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
+def test_errors_travel_between_processes(error: KvArenaError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_errors_say_what_and_what_to_do() -> None:
+    driver, _, memory, size, refused, _ = SAMPLES
+    assert str(driver) == "mmap failed with ENOMEM: 5 bytes. Use less."
+    assert "10 bytes were asked for and 4 are free (6 too few)" in str(memory)
+    assert memory.fix
+    assert str(size) == "Too much. Use 8."
+    assert str(refused).endswith("a; b.")
+
+
+def test_errors_cost_no_torch() -> None:
+    code = """
+import sys
+import kvarena.pool.errors, kvarena.pool.driver, kvarena.pool.testing, kvarena.pool.arena
+import kvarena.pool.host_vmm, kvarena.pool.cuda_vmm
+heavy = [name for name in ("torch", "numpy", "cuda") if name in sys.modules]
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in kvarena.pool.__all__:
+        assert getattr(kvarena.pool, name).__name__ == name
+    assert set(kvarena.pool.__all__) <= set(dir(kvarena.pool))
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = kvarena.pool.Nothing
+
+
+class TestWithoutCuda:
+    """A machine without a GPU gets our own error, never the bindings'."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> None:
+        cuda_vmm.cuda.load.cache_clear()
+
+    def test_no_driver(self) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("this machine has one")
+        with pytest.raises(errors.DriverUnavailableError, match=r"Install the NVIDIA driver|nvidia-smi"):
+            kvarena.pool.CudaVmm()
+
+    def test_no_bindings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        with pytest.raises(errors.DriverUnavailableError, match="Install cuda-python"):
+            kvarena.pool.CudaVmm()
+
+    def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_vmm.cuda, "load", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(errors.DriverUnavailableError, match="sees no CUDA device"):
+            kvarena.pool.CudaVmm()
