@@ -126,7 +126,8 @@ class StateShape:
         """Elements of the recurrent state on one rank."""
         if self.heads % tp:
             raise GeometryError(
-                f"The {self.mixer} state has {self.heads} heads, not a multiple of tensor-parallel size {tp}.",
+                f"The {self.mixer} state has {self.heads} heads, not a multiple of "
+                f"tensor-parallel size {tp}.",
                 fix="Choose another --tp.",
             )
         return self.heads // tp * self.head_elements

@@ -135,7 +135,8 @@ def split_layers(layers: int, pp: int, partition: Sequence[int] | None = None) -
     if partition is not None:
         if len(partition) != pp or sum(partition) != layers or min(partition) < 1:
             raise GeometryError(
-                f"The partition {','.join(map(str, partition))} does not split {layers} layers into {pp} stages.",
+                f"The partition {','.join(map(str, partition))} does not split {layers} layers "
+                f"into {pp} stages.",
                 fix=f"Give {pp} positive numbers that add up to {layers}.",
             )
         sizes = list(partition)
@@ -195,7 +196,9 @@ def rank_geometry(
     full = [(i, layer) for i, layer in chosen if layer.row is not None and layer.span is Span.FULL]
     if full:
         pools.append(_row_pool("full", "full", full, tp, dtypes))
-    return RankGeometry(stage=stage, tp=tp, layers=layers, sub_pools=tuple(pools))
+    # A convolution with a kernel of 1 keeps nothing.
+    kept = tuple(pool for pool in pools if pool.entry_bytes)
+    return RankGeometry(stage=stage, tp=tp, layers=layers, sub_pools=kept)
 
 
 def _row_pool(

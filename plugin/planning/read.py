@@ -192,6 +192,7 @@ def _mtp_layers(fields: Fields) -> int:
     count = fields.count("num_nextn_predict_layers", "mtp_num_hidden_layers", least=0, most=MOST_LAYERS) or 0
     if count:
         fields.note(
-            f"{count} layers for multi-token prediction are not counted; an engine that drafts with them adds them."
+            f"Layers for multi-token prediction ({count}) are not counted; an engine that drafts with them "
+            "adds them."
         )
     return count
