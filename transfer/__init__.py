@@ -19,6 +19,8 @@ from kvarena.transfer.lease import Lease, LeaseTable
 from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest, SubPoolManifest
 from kvarena.transfer.mooncake import MooncakeEngine
+from kvarena.transfer.nixl import NixlEngine
+from kvarena.transfer.nixl_install import slow_path_reason
 from kvarena.transfer.pages import PageCopies, join_copies, plan_page_copies
 from kvarena.transfer.protocol import Addresses, BufferInfos, Capabilities, Pending, Region, TransferEngine
 from kvarena.transfer.quiesce import Quiesce
@@ -38,6 +40,7 @@ __all__ = [
     "Manifest",
     "ManifestMismatch",
     "MooncakeEngine",
+    "NixlEngine",
     "PageChannel",
     "PageCopies",
     "PageError",
@@ -56,4 +59,5 @@ __all__ = [
     "TransferTimeout",
     "join_copies",
     "plan_page_copies",
+    "slow_path_reason",
 ]

@@ -11,7 +11,7 @@ from typing import Literal
 from kvarena.transfer.errors import RegistrationError
 from kvarena.transfer.protocol import BufferInfos, Region, TransferEngine
 from kvarena.transfer.quiesce import Quiesce
-from kvarena.transfer.regions import PastBacked, coalesce, plan_regions, seams_between, subtract
+from kvarena.transfer.regions import PastBacked, coalesce, overlapping, plan_regions, seams_between, subtract
 
 __all__ = ["Change", "Listener", "RegistrationLedger"]
 
@@ -129,7 +129,7 @@ class RegistrationLedger:
         Returns what was unregistered, for `restore`.
         """
         with self._transaction():
-            taken = tuple(r for r in self._snapshot if within is None or _touch(r, within))
+            taken = tuple(r for r in self._snapshot if within is None or overlapping(r, [within]))
             self._apply(taken, ())
         return taken
 
@@ -177,18 +177,23 @@ class RegistrationLedger:
     def _transaction(self) -> Iterator[None]:
         """One move at a time; who listens is told afterwards, when the record is settled."""
         events: list[tuple[Change, Region]] = []
-        with self._lock:
-            try:
-                yield
-            finally:
-                events, self._events = self._events, []
-                self._snapshot = tuple(sorted(self._held.values()))
-        for change, region in events:
-            for listener in tuple(self._listeners):
+        try:
+            with self._lock:
                 try:
-                    listener(change, self.engine, region)
-                except Exception:
-                    log.exception("%s: a listener failed on %s %s", self.engine.name, change, region)
+                    yield
+                finally:
+                    events, self._events = self._events, []
+                    self._snapshot = tuple(sorted(self._held.values()))
+        finally:
+            for change, region in events:
+                self._tell(change, region)
+
+    def _tell(self, change: Change, region: Region) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                listener(change, self.engine, region)
+            except Exception:  # a listener of anybody's must not undo a registration
+                log.exception("%s: a listener failed on %s %s", self.engine.name, change, region)
 
     def _steps(
         self, target: tuple[Region, ...], live: bool
@@ -199,7 +204,7 @@ class RegistrationLedger:
             union = coalesce(target)
             keep = tuple(r for r in held if not subtract([r], union))
             drop = tuple(r for r in held if r not in keep)
-            if not any(_touch(r, u) for r in drop for u in union):
+            if not any(overlapping(r, union) for r in drop):
                 return drop, subtract(target, keep), False
         add = tuple(r for r in target if self._held.get(r.address) != r)
         drop = tuple(r for r in held if r not in target)
@@ -259,7 +264,3 @@ class RegistrationLedger:
             raise RegistrationError(
                 self.engine.name, region, type(error).__name__, action=action, meaning=str(error)
             ) from error
-
-
-def _touch(a: Region, b: Region) -> bool:
-    return a.address < b.end and b.address < a.end

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -117,15 +117,14 @@ class MooncakeEngine:
                     self._register(region)
                     done.append(region)
             except RegistrationError:
-                for region in reversed(done):
-                    self._unregister(region)
+                self._put_back(self._unregister, done)
                 raise
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """All or nothing; Mooncake never sees an address that this engine did not register."""
         with self._lock:
-            for region in regions:
-                if self._regions.get(region.address) != region:
+            for index, region in enumerate(regions):
+                if self._regions.get(region.address) != region or region in regions[:index]:
                     raise self._refused("unregister", region, None, "this engine did not register it")
             done: list[Region] = []
             try:
@@ -133,8 +132,7 @@ class MooncakeEngine:
                     self._unregister(region)
                     done.append(region)
             except RegistrationError:
-                for region in reversed(done):
-                    self._register(region)
+                self._put_back(self._register, done)
                 raise
 
     def describe(self) -> bytes:
@@ -227,6 +225,13 @@ class MooncakeEngine:
         if code != 0:
             raise self._refused("unregister", region, code, _MEANINGS.get(code, ""))
         del self._regions[region.address]
+
+    def _put_back(self, step: Callable[[Region], None], done: Sequence[Region]) -> None:
+        for region in reversed(done):
+            try:
+                step(region)
+            except RegistrationError as error:  # the first refusal is the one to raise
+                log.error("%s: could not be undone: %s", self.name, error)
 
     def _refused(self, action: str, region: Region, code: int | None, meaning: str) -> RegistrationError:
         return RegistrationError(

@@ -73,8 +73,15 @@ class TransferEngine(Protocol):
     `register` and `unregister` are all or nothing: one that raises leaves the engine as it was.
     """
 
-    name: str
-    capabilities: Capabilities
+    @property
+    def name(self) -> str:
+        """As errors, reports and ``--transfer`` name it."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; the same for all of its life."""
+        ...
 
     def register(self, regions: Sequence[Region]) -> None:
         """Let the engine use these bytes. Raises `RegistrationError` with engine, region and code."""

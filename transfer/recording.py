@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvarena.transfer.errors import RegistrationError, TransferFailed
 from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
+from kvarena.transfer.regions import overlapping
 
 __all__ = ["Call", "FinishedTransfer", "RecordingEngine"]
 
@@ -97,9 +98,8 @@ class RecordingEngine:
                     raise RegistrationError(
                         self.name, region, "TOO_LARGE", meaning=f"the most is {limit} bytes"
                     )
-                for held in after.values():
-                    if region.address < held.end and held.address < region.end:
-                        raise RegistrationError(self.name, region, "OVERLAP", meaning=f"overlaps {held}")
+                if other := overlapping(region, after.values()):
+                    raise RegistrationError(self.name, region, "OVERLAP", meaning=f"overlaps {other}")
                 after[region.address] = region
             self._regions = after
 

@@ -9,7 +9,7 @@ from typing import Literal
 from kvarena.transfer.errors import RegistrationError
 from kvarena.transfer.protocol import BufferInfos, Capabilities, Region
 
-__all__ = ["PastBacked", "coalesce", "cut", "plan_regions", "seams_between", "subtract"]
+__all__ = ["PastBacked", "coalesce", "cut", "overlapping", "plan_regions", "seams_between", "subtract"]
 
 PastBacked = Literal["clip", "refuse"]
 
@@ -116,6 +116,11 @@ def subtract(regions: Iterable[Region], taken: Iterable[Region]) -> tuple[Region
         if start < region.end:
             left.append(Region(start, region.end - start))
     return tuple(left)
+
+
+def overlapping(region: Region, held: Iterable[Region]) -> Region | None:
+    """The first of `held` that has a byte in common with `region`."""
+    return next((h for h in held if region.address < h.end and h.address < region.end), None)
 
 
 def seams_between(regions: Iterable[Region]) -> tuple[int, ...]:

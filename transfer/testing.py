@@ -1,0 +1,36 @@
+"""Test your own transfer engine: inherit `TransferEngineContract`, or stack a `FailingEngine`.
+
+The pytest plugin that kvarena installs makes assertions in the contract readable.
+"""
+
+from __future__ import annotations
+
+from kvarena.transfer._testing_adaptor import FailingEngine
+from kvarena.transfer._testing_contract import Pair, TransferEngineContract
+from kvarena.transfer._testing_hosts import (
+    EngineFactory,
+    EngineHost,
+    Memory,
+    MemoryFactory,
+    PeerProcess,
+    RemoteHost,
+    Standalone,
+)
+from kvarena.transfer._testing_memory import HostMemory, leftovers
+from kvarena.transfer.recording import RecordingEngine
+
+__all__ = [
+    "EngineFactory",
+    "EngineHost",
+    "FailingEngine",
+    "HostMemory",
+    "Memory",
+    "MemoryFactory",
+    "Pair",
+    "PeerProcess",
+    "RecordingEngine",
+    "RemoteHost",
+    "Standalone",
+    "TransferEngineContract",
+    "leftovers",
+]
