@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         smaller_resize,
         tokens_for_budget,
     )
-    from kvarena.pool.unified_kv_pool import UnifiedKVPool
+    from kvarena.pool.unified_kv_pool import ContiguousBufInfos, UnifiedKVPool
     from kvarena.pool.unified_swa_allocator import UnifiedSWATokenToKVPoolAllocator
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Arena",
     "ArenaState",
     "ArenaStateError",
+    "ContiguousBufInfos",
     "CudaVmm",
     "Driver",
     "DriverError",
@@ -79,7 +80,11 @@ __all__ = [
 ]
 
 _NAMES = {
-    "arena": ("Arena", "ArenaState", "Mapping"),
+    "arena": (
+        "Arena",
+        "ArenaState",
+        "Mapping",
+    ),
     "cuda_vmm": ("CudaVmm",),
     "driver": ("Driver",),
     "errors": (
@@ -94,9 +99,19 @@ _NAMES = {
         "RefusedError",
     ),
     "host_vmm": ("HostVmm",),
-    "layout": ("MHASubPoolSpec", "MLASubPoolSpec", "MambaSubPoolSpec", "SubPoolSpec"),
+    "layout": (
+        "MHASubPoolSpec",
+        "MLASubPoolSpec",
+        "MambaSubPoolSpec",
+        "SubPoolSpec",
+    ),
     "multi_ended_allocator": ("MultiEndedAllocator",),
-    "refusals": ("Refusal", "SizingPlan", "SizingRequest", "post_capture_kv_sizing_planned"),
+    "refusals": (
+        "Refusal",
+        "SizingPlan",
+        "SizingRequest",
+        "post_capture_kv_sizing_planned",
+    ),
     "sizing": (
         "PoolCost",
         "PostCaptureKVResize",
@@ -107,7 +122,10 @@ _NAMES = {
         "smaller_resize",
         "tokens_for_budget",
     ),
-    "unified_kv_pool": ("UnifiedKVPool",),
+    "unified_kv_pool": (
+        "ContiguousBufInfos",
+        "UnifiedKVPool",
+    ),
     "unified_swa_allocator": ("UnifiedSWATokenToKVPoolAllocator",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

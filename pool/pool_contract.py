@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from kvarena.errors import KvArenaError
 from kvarena.pool.arena import ArenaState
 from kvarena.pool.errors import (
     ArenaStateError,
     DriverError,
-    KvArenaError,
     LayoutError,
     OutOfMemoryError,
     PoolSizeError,
