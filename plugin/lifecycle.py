@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest, HookManager, TransferConfig, create_manager
 from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines, DefaultRefusals
 from kvarena.plugin.config import ConfigError, Settings
+from kvarena.plugin.status.reporter import StatusReporter
 from kvarena.plugin.timeline import Timeline
 from kvarena.pool._transaction import Transaction
 
 if TYPE_CHECKING:
     import torch
     from kvarena.hooks.ledgers import LedgerKeeper
+    from kvarena.plugin.metrics import MetricsServer
     from kvarena.pool import (
         Driver,
         PostCaptureKVResize,
@@ -68,10 +71,22 @@ class PoolLifecycle:
         By default one with the built-in answers and the installed plugins.
     device : torch.device or str
         Where the pool lies.
+    name : str
+        What ``kvarena status`` calls this process, such as ``"decode"``; by default the program's name.
+
+    Raises
+    ------
+    MetricsPortError
+        ``metrics_port`` is taken.
     """
 
     def __init__(
-        self, settings: Settings, *, device: torch.device | str, manager: HookManager | None = None
+        self,
+        settings: Settings,
+        *,
+        device: torch.device | str,
+        manager: HookManager | None = None,
+        name: str = "",
     ) -> None:
         import torch
 
@@ -82,6 +97,12 @@ class PoolLifecycle:
         self.pool: UnifiedKVPool | None = None
         self._driver: Driver | None = None
         self._keeper: LedgerKeeper | None = None
+        self.reporter = StatusReporter(settings, self.timeline, ledgers=lambda: self.ledgers, name=name)
+        self._metrics: MetricsServer | None = None
+        if settings.metrics_port is not None:
+            from kvarena.plugin.metrics import serve_metrics
+
+            self._metrics = serve_metrics(self.reporter, settings.metrics_port)
 
     @property
     def driver(self) -> Driver:
@@ -158,22 +179,31 @@ class PoolLifecycle:
             self._keeper = LedgerKeeper(self.manager, engines)
             undo.callback(self._drop_keeper)
             self.manager.register(self._keeper, LedgerKeeper.plugin_name)
-            with self.timeline.timed("registered") as event:
+            with self._noting_registrations():
                 self.manager.hook.kvarena_pool_reserved(pool=pool)
-                event.update(nbytes=self._registered_bytes, address=pool.arena.base)
             undo.pop_all()
         self.pool = pool
+        self.reporter.begin(pool)
         return pool
 
     def budget(self) -> int:
         """Measure, now that graphs are captured, how many bytes the pool may have, sink included."""
         pool = self._pool()
         with self.timeline.timed("budget") as event:
+            released = getattr(self.driver, "cached_bytes_released", 0)
+            # What torch caches is released first: no driver call can see it.
+            free = self.driver.free_bytes()
             request = BudgetRequest(
                 pool, self.driver, headroom_bytes=self.settings.headroom, most_bytes=self.settings.pool_bytes
             )
             nbytes = int(self.manager.hook.kvarena_budget(request=request))
-            event.update(nbytes=nbytes, headroom=self.settings.headroom, free=self.driver.free_bytes())
+            event.update(
+                nbytes=nbytes,
+                free=free,
+                minus_headroom=self.settings.headroom,
+                at_most=self.settings.pool_bytes,
+                torch_cache_released=getattr(self.driver, "cached_bytes_released", 0) - released,
+            )
         return nbytes
 
     def finalize(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> PostCaptureKVResize:
@@ -204,6 +234,7 @@ class PoolLifecycle:
                 logger.warning("kvarena: %s Trying %d bytes.", error, resize.unified_memory_pool_bytes)
             else:
                 break
+        self.reporter.watch(allocator)
         return resize
 
     def grow(self, total_bytes: int, allocator: ElasticAllocator) -> None:
@@ -241,7 +272,8 @@ class PoolLifecycle:
             transaction.undo(
                 lambda: self._register(pool, self._resize_now(pool)), "registering the tail again"
             )
-            self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
+            with self._noting_registrations():
+                self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
             with self.timeline.timed("given back") as event:
                 pool.give_back(total_bytes)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
@@ -257,6 +289,7 @@ class PoolLifecycle:
         """
         pool, self.pool = self.pool, None
         if pool is None:
+            self._stop_reporting()
             return
         failures = self.manager.call_every("kvarena_pool_closing", pool=pool)
         if any(ledger.regions for ledger in self.ledgers):
@@ -270,6 +303,7 @@ class PoolLifecycle:
         self._drop_keeper()
         pool.close()
         self.timeline.add("closed")
+        self._stop_reporting()
         if failures:
             raise failures[0]
 
@@ -290,9 +324,30 @@ class PoolLifecycle:
             self._register(pool, resize)
 
     def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize) -> None:
-        with self.timeline.timed("registered") as event:
+        self.reporter.resized(resize)
+        with self._noting_registrations():
             self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
-            event.update(nbytes=self._registered_bytes, address=pool.arena.base)
+
+    @contextmanager
+    def _noting_registrations(self) -> Iterator[None]:
+        """One event for each engine whose registrations the block has changed."""
+        before = [ledger.epoch for ledger in self.ledgers]
+        began = time.perf_counter()
+        yield
+        for ledger, epoch in zip(self.ledgers, before, strict=True):
+            if ledger.epoch == epoch:
+                continue
+            regions = ledger.regions
+            self.timeline.add(
+                "registered",
+                nbytes=ledger.registered_bytes,
+                address=regions[0].address if regions else None,
+                # Of all engines together: they are moved one after the other.
+                milliseconds=(time.perf_counter() - began) * 1e3,
+                engine=ledger.engine.name,
+                regions=len(regions),
+                epoch=ledger.epoch,
+            )
 
     def _announce_reserved(self, pool: UnifiedKVPool) -> None:
         _raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
@@ -300,9 +355,11 @@ class PoolLifecycle:
     def _announce_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
         _raise_first(self.manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
 
-    @property
-    def _registered_bytes(self) -> int:
-        return 0 if self._keeper is None else self._keeper.registered_bytes
+    def _stop_reporting(self) -> None:
+        self.reporter.close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
 
     def _make_engines(self) -> list[TransferEngine]:
         config = TransferConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
@@ -35,7 +35,16 @@ class Timeline:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.listeners: list[Callable[[Event], None]] = []
+        """Called with each event, on the thread that made the decision; must not raise."""
+        self.began_at = time.time()
+        """Seconds since 1970, to lay timelines of several processes over each other."""
         self._began = time.perf_counter()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the timeline began."""
+        return time.perf_counter() - self._began
 
     def add(
         self,
@@ -47,11 +56,13 @@ class Timeline:
         **details: Any,
     ) -> Event:
         """Record an event that has ended."""
-        event = Event(name, nbytes, address, milliseconds, time.perf_counter() - self._began, details)
+        event = Event(name, nbytes, address, milliseconds, self.now_s, details)
         self.events.append(event)
         fields = {"bytes": nbytes, "address": None if address is None else hex(address)} | details
-        text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
-        logger.info("kvarena: %s %s ms=%.3f", name, text, milliseconds)
+        text = "".join(f"{key}={value} " for key, value in fields.items() if value is not None)
+        logger.info("kvarena: %s %sms=%.3f", name, text, milliseconds)
+        for listener in self.listeners:
+            listener(event)
         return event
 
     @contextmanager

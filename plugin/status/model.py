@@ -1,0 +1,153 @@
+"""What a process tells of its pool: the shape of a status file, and of the gauges."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "FORMAT",
+    "ArenaHistory",
+    "EngineStatus",
+    "EventMark",
+    "PoolStatus",
+    "ProcessIdentity",
+    "ProcessStatus",
+    "Sample",
+    "SubPoolStatus",
+]
+
+FORMAT = 1
+"""Of the status file; a reader that finds another says so instead of guessing."""
+
+Unit = Literal["tokens", "requests"]
+PoolState = Literal["planned", "reserved", "serving", "eager", "closed"]
+
+
+class SubPoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of KV in the arena."""
+
+    name: str
+    unit: Unit
+    """What a slot holds: a token, or the state of a request (Mamba)."""
+    grow_direction: str
+    page_bytes: int
+    slots_per_page: int
+    num_pages: int
+    """Pages that could be allocated if no other sub-pool held any; the sink's are not among them."""
+    live_pages: int | None = None
+    """None: the engine has not said."""
+    free_pages: int | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the pages in use, as far as they are known."""
+        return (self.live_pages or 0) * self.page_bytes
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer engine, and what it has registered."""
+
+    name: str
+    registered_bytes: int
+    regions: tuple[tuple[int, int], ...]
+    """Offset in the arena and bytes of each."""
+    epoch: int
+    in_flight: int
+    """Transfers, or leases granted, that have not ended."""
+    transfers: int = 0
+    """Submitted so far."""
+    transferred_bytes: int = 0
+    failures: int = 0
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool as it is now. Sizes are bytes."""
+
+    state: PoolState
+    device: str = ""
+    driver: str = ""
+    base: int = 0
+    reserved_bytes: int = 0
+    backed_bytes: int = 0
+    active_bytes: int = 0
+    """Backed bytes that the pool uses: its final size, or the sink before that."""
+    sink_bytes: int = 0
+    handle_bytes: tuple[int, ...] = ()
+    """Of each physical handle, in the order of addresses."""
+    page_size: int = 1
+    tokens: int | None = None
+    """Tokens that the pool is sized for, by its attention sub-pools alone."""
+    requests: int | None = None
+    """Requests whose states fit; None where the model has none."""
+    torch_cached_bytes: int | None = None
+    """Free blocks that torch keeps on the device, which no driver call can see."""
+    sub_pools: tuple[SubPoolStatus, ...] = ()
+    engines: tuple[EngineStatus, ...] = ()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Of the engine that has registered most."""
+        return max((engine.registered_bytes for engine in self.engines), default=0)
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The arena at one moment."""
+
+    at_s: float
+    backed_bytes: int
+    active_bytes: int
+    registered_bytes: int
+    handle_bytes: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    """Of each sub-pool of the history."""
+
+
+class EventMark(msgspec.Struct, frozen=True, array_like=True):
+    """A decision, at its moment."""
+
+    at_s: float
+    name: str
+    nbytes: int | None = None
+    milliseconds: float = 0.0
+
+
+class ArenaHistory(msgspec.Struct, kw_only=True):
+    """An arena over time: what a picture is drawn from."""
+
+    title: str
+    began_at: float
+    """Seconds since 1970."""
+    reserved_bytes: int = 0
+    sink_bytes: int = 0
+    sub_pools: tuple[tuple[str, str], ...] = ()
+    """Name and grow direction of each, in the order along the arena."""
+    samples: list[Sample] = []
+    events: list[EventMark] = []
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Enough to say later whether a process is still the same one."""
+
+    pid: int
+    started: int
+    """Clock ticks between the machine's boot and the process's start: a reused pid has another."""
+    boot_id: str
+    pid_namespace: int
+    """In another namespace (a container's) the pid means another process, or none."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process writes into its status file."""
+
+    format: int = FORMAT
+    identity: ProcessIdentity
+    name: str
+    """What the process calls itself: ``"decode"``, ``"sglang tp0"``, ..."""
+    written_at: float
+    pool: PoolStatus
+    refusals: tuple[str, ...] = ()
+    """Codes of the reasons why the pool is not sized after capture."""
+    metrics_port: int | None = None
+    history: ArenaHistory | None = None

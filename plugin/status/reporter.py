@@ -1,0 +1,192 @@
+"""Watches one pool for others: keeps its history, and its status file up to date."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
+
+from kvarena.errors import KvArenaError
+from kvarena.plugin.config import Settings
+from kvarena.plugin.status.collect import collect
+from kvarena.plugin.status.files import StatusFile, directory_of
+from kvarena.plugin.status.identity import identity
+from kvarena.plugin.status.model import ArenaHistory, PoolStatus, ProcessStatus
+from kvarena.plugin.status.recorder import Recorder
+from kvarena.plugin.status.usage import PageUsage, UsageSource, usage_of
+from kvarena.plugin.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from kvarena.pool import PostCaptureKVResize, UnifiedKVPool
+    from kvarena.transfer import RegistrationLedger
+
+__all__ = ["StatusReporter"]
+
+logger = logging.getLogger(__name__)
+
+_WRITE_EVERY_S: Final = 1.0
+_serials = itertools.count()
+
+
+@final
+class StatusReporter:
+    """What one pool tells the outside; driven by `PoolLifecycle`, or by an engine that has its own.
+
+    It never fails the engine: a status file that cannot be written is reported once and left.
+
+    Parameters
+    ----------
+    settings : Settings
+        ``status`` and ``socket_dir`` count here.
+    timeline : Timeline
+        Of the pool; each event is a moment of the history.
+    ledgers : callable
+        Answers the ledgers of the transfer engines as they are now.
+    name : str
+        What ``kvarena status`` calls the process.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        timeline: Timeline,
+        *,
+        ledgers: Callable[[], Sequence[RegistrationLedger]] = tuple,
+        name: str = "",
+    ) -> None:
+        self.name = name or _program()
+        self.metrics_port: int | None = None
+        """Where this process serves its metrics, for whoever reads the status."""
+        self.timeline = timeline
+        self._settings = settings
+        self._ledgers = ledgers
+        self._pool: UnifiedKVPool | None = None
+        self._resize: PostCaptureKVResize | None = None
+        self._source: UsageSource | None = None
+        self._source_failed = False
+        self._recorder = Recorder(timeline, self.name)
+        self._file: StatusFile | None = None
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        timeline.listeners.append(self._on_event)
+
+    def begin(self, pool: UnifiedKVPool) -> None:
+        """The pool is reserved: from now on there is something to tell."""
+        self._pool = pool
+        self._recorder.begin(pool)
+        if self._settings.status and self._file is None:
+            self._open_file(directory_of(self._settings))
+        self.record()
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="kvarena-status", daemon=True)
+            self._thread.start()
+
+    def watch(self, allocator: object) -> None:
+        """Read live and free pages from an allocator, or from any `UsageSource`; one of neither is let be."""
+        self._source = usage_of(allocator) or self._source
+        self._source_failed = False
+
+    def resized(self, resize: PostCaptureKVResize) -> None:
+        """The size that the engine serves with from now on."""
+        self._resize = resize
+
+    def record(self) -> None:
+        """Take a sample for the history now, and have the file written soon."""
+        self._recorder.record(self._pool, self._ledgers(), self._usage(), mark=True)
+        self._wake.set()
+
+    def pool_status(self) -> PoolStatus:
+        """The pool as it is now."""
+        return collect(self._pool, self._ledgers(), usage=self._usage(), resize=self._resize)
+
+    def status(self) -> ProcessStatus:
+        """What the status file says."""
+        return ProcessStatus(
+            identity=identity(),
+            name=self.name,
+            written_at=time.time(),
+            pool=self.pool_status(),
+            refusals=tuple(
+                str(event.details.get("code")) for event in self.timeline.events if event.name == "refused"
+            ),
+            metrics_port=self.metrics_port,
+            history=self.history(),
+        )
+
+    def history(self) -> ArenaHistory:
+        """The arena over time, until now."""
+        return self._recorder.history()
+
+    def close(self) -> None:
+        """Stop, and remove the file; a second call does nothing."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+        self._pool = None
+        self._source = None
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
+        if self._on_event in self.timeline.listeners:
+            self.timeline.listeners.remove(self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        self.record()
+
+    def _run(self) -> None:
+        written = 0.0
+        while not self._stopping:
+            due = self._wake.wait(self._recorder.interval_s)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                self._recorder.record(self._pool, self._ledgers(), self._usage())
+                if due or time.monotonic() - written >= _WRITE_EVERY_S:
+                    written = time.monotonic()
+                    self._write()
+            except Exception:  # an observer must not take its engine down
+                logger.debug("The status could not be read; trying again.", exc_info=True)
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(self.status())
+        except OSError as error:
+            logger.warning("kvarena: %s is not written any more: %s", self._file.path, error)
+            self._file = None
+
+    def _open_file(self, directory: Path) -> None:
+        try:
+            self._file = StatusFile(directory, next(_serials))
+        except KvArenaError as error:
+            logger.warning("kvarena: no status is kept: %s", error)
+
+    def _usage(self) -> Mapping[str, PageUsage]:
+        if self._source is None or self._pool is None or not self._pool.finalized:
+            return {}
+        try:
+            return self._source.page_usage()
+        except Exception:
+            if not self._source_failed:
+                logger.warning("kvarena: live and free pages cannot be read", exc_info=True)
+            self._source_failed = True
+            return {}
+
+
+def _program() -> str:
+    """``"sglang"``, ``"worker"``: the script that runs, or the module under ``python -m``."""
+    script = Path(sys.argv[0] if sys.argv else "")
+    name = script.parent.name if script.name == "__main__.py" else script.stem
+    return name or f"pid {os.getpid()}"
