@@ -51,7 +51,7 @@ class PageMover:
         self.moved_pages += count
 
     def _index(self, pages: Pages) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(pages))
+        host = torch.from_numpy(pages)
         if self._rows.device.type == "cpu":
             return host
         return host.pin_memory().to(self._rows.device, non_blocking=True)

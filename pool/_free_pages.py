@@ -146,7 +146,8 @@ class PageSpan:
         # The outermost blocks reach beyond the span, where free pages are no holes.
         start, stop = np.searchsorted(pages, (self.low, self.high))
         pages = pages[start:stop]
-        return pages[:count] if self._grows_up else pages[::-1][:count]
+        # Copied, for torch takes no array whose stride is negative.
+        return pages[:count] if self._grows_up else pages[::-1][:count].copy()
 
     def used_between(self, low: int, high: int) -> Pages:
         """Pages in use in ``[low, high)``, ascending. O(high - low)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -66,7 +67,7 @@ class HybridSample:
             post_capture_active=reserved,
         )
         self.allocator = UnifiedSWATokenToKVPoolAllocator(self.pool)
-        self._stamps: dict[int, int] = {}
+        self._stamps = torch.zeros(self.pool.reserved_num_pages("full"), dtype=torch.int64)
         self._next_stamp = 1
 
     def __enter__(self) -> HybridSample:
@@ -85,34 +86,40 @@ class HybridSample:
 
     def write(self, ids: torch.Tensor) -> None:
         """Fill the pages of tokens, on each side that has one, with their own pattern, through the views."""
-        for page in (ids[:: self.page_size] // self.page_size).tolist():
-            self._stamps[page] = self._next_stamp
-            self._next_stamp += 1
-            for _, view, physical, expected in self._parts(page):
-                view[physical] = expected
+        pages = self._pages(ids)
+        self._stamps[pages] = self._next_stamp + torch.arange(len(pages))
+        self._next_stamp += len(pages)
+        for _, view, physical, expected in self._parts(pages):
+            view[physical] = expected
 
     def check(self, ids: torch.Tensor) -> None:
         """The pages still read what was written, on each side that has one, and the sink reads zero."""
-        for page in (ids[:: self.page_size] // self.page_size).tolist():
-            for where, view, physical, expected in self._parts(page):
-                assert torch.equal(view[physical], expected), f"virtual page {page}, {where}: wrong bytes"
+        for where, view, physical, expected in self._parts(self._pages(ids)):
+            assert torch.equal(view[physical], expected), f"{where} reads wrong bytes"
         assert not self.pool.raw[: self.pool.sink_bytes].any(), "the sink was written to"
 
-    def _parts(self, page: int) -> Any:
+    def _pages(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[:: self.page_size] // self.page_size
+
+    def _parts(self, pages: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each side, layer and part: its view, the physical pages, and what they should read."""
         for name, side in (("full", self.allocator.full), ("swa", self.allocator.swa)):
-            physical = int(side._tables.v2p[page])
-            if physical <= 0:
-                continue
+            physical = side.page_table(pages)
+            here = physical > 0
+            stamps = self._stamps[pages[here]] * 31
             for layer in range(self.pool.spec(name).layer_num):
                 for part, view in (
                     ("k", self.pool.k_view(name, layer)),
                     ("v", self.pool.v_view(name, layer)),
                 ):
-                    shape = view.shape[1:]
-                    seed = self._stamps[page] * 31 + layer * 7 + ord(part)
-                    flat = torch.arange(shape.numel(), device=view.device) * 5 + seed
-                    expected = (flat % 251).to(torch.uint8).view(shape)
-                    yield f"{name}, layer {layer}, {part}", view, physical, expected
+                    inner = torch.arange(view[0].numel()) * 5 + layer * 7 + ord(part)
+                    expected = ((stamps[:, None] + inner) % 251).to(torch.uint8).view(-1, *view.shape[1:])
+                    yield (
+                        f"{name}, layer {layer}, {part}",
+                        view,
+                        physical[here].to(view.device),
+                        expected.to(view.device),
+                    )
 
 
 def capacities(sample: HybridSample) -> dict[str, Any]:
