@@ -114,11 +114,13 @@ def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
         * pool.slots_per_page(spec.name)
         for spec in pool.sub_pool_specs
     }
-    full = tokens.get("full")
+    full, swa = tokens.get("full"), tokens.get("swa")
+    if full is not None and swa is not None:
+        swa = min(full, swa)  # the full side owns the ids
     return PostCaptureKVResize(
         max_total_num_tokens=next(iter(tokens.values())) if full is None else full,
         full_max_total_num_tokens=full,
-        swa_max_total_num_tokens=tokens.get("swa"),
+        swa_max_total_num_tokens=swa,
         unified_memory_pool_bytes=total_bytes,
     )
 

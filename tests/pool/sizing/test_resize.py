@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from kvarena.pool import (
+    HostVmm,
+    MHASubPoolSpec,
+    PoolSizeError,
+    PostCaptureKVResize,
+    UnifiedKVPool,
+    UnifiedSWATokenToKVPoolAllocator,
+    resize_for,
+    smaller_resize,
+)
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def pool() -> Iterator[UnifiedKVPool]:
+    specs = [
+        MHASubPoolSpec("full", "up", 3, 2, 8, torch.float16),
+        MHASubPoolSpec("swa", "down", 1, 2, 8, torch.float16),
+    ]
+    pool = UnifiedKVPool(
+        total_bytes=4 * LIMIT,
+        sub_pool_specs=specs,
+        driver=HostVmm(memory_limit=LIMIT),
+        page_size=4,
+        post_capture_active=True,
+        bs1_floor_terms=[("full", 64), ("swa", 32)],
+    )
+    yield pool
+    pool.close()
+
+
+def test_the_sizes_are_what_the_allocators_have(pool: UnifiedKVPool) -> None:
+    resize = resize_for(pool, LIMIT // 2)
+    allocator = UnifiedSWATokenToKVPoolAllocator(pool)
+    pool.finalize_backing(resize)
+    allocator.resize(resize)
+    assert resize.full_max_total_num_tokens == resize.max_total_num_tokens == allocator.size_full
+    assert resize.swa_max_total_num_tokens == allocator.size_swa
+    assert resize.unified_memory_pool_bytes == pool.total_bytes
+    assert resize.capped_max_running_requests is None
+
+
+def test_it_is_sglangs_struct() -> None:
+    resize = PostCaptureKVResize(max_total_num_tokens=7)
+    assert msgspec.json.decode(msgspec.json.encode(resize), type=PostCaptureKVResize) == resize
+    assert PostCaptureKVResize.__struct_fields__ == (
+        "max_total_num_tokens",
+        "full_max_total_num_tokens",
+        "swa_max_total_num_tokens",
+        "unified_memory_pool_bytes",
+        "capped_max_running_requests",
+    )
+    with pytest.raises(AttributeError):
+        resize.max_total_num_tokens = 8  # type: ignore[misc]
+
+
+def test_after_out_of_memory_less_is_tried_down_to_the_floor(pool: UnifiedKVPool) -> None:
+    resize = smaller_resize(pool, resize_for(pool, 4 * LIMIT))
+    assert resize.unified_memory_pool_bytes == pool.driver.free_bytes() < LIMIT
+    seen = [resize.unified_memory_pool_bytes]
+    while seen[-1] > pool.floor_bytes:
+        resize = smaller_resize(pool, resize)
+        assert resize.unified_memory_pool_bytes is not None
+        seen.append(resize.unified_memory_pool_bytes)
+    assert seen == sorted(set(seen), reverse=True)
+    with pytest.raises(PoolSizeError, match="Not even") as refused:
+        smaller_resize(pool, resize)
+    assert refused.value.least == pool.floor_bytes
+    with pytest.raises(PoolSizeError):
+        resize_for(pool, pool.floor_bytes - 1)
