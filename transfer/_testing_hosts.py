@@ -190,11 +190,24 @@ class PeerProcess:
 
 
 class RemoteHost:
-    """An `EngineHost` in a `PeerProcess`, with the same methods."""
+    """An `EngineHost` in a `PeerProcess`, with the same methods.
 
-    def __init__(self, process: PeerProcess, *args: Any) -> None:
+    Parameters
+    ----------
+    process : PeerProcess
+        Where; a host that it had before is closed.
+    *args
+        Of `EngineHost`.
+    host : callable, optional
+        Makes another kind of host there, importable by its name; further methods are called
+        through ``process.call``.
+    """
+
+    def __init__(
+        self, process: PeerProcess, *args: Any, host: Callable[..., EngineHost] = EngineHost
+    ) -> None:
         self.process = process
-        self.base: int = process.call("new", *args)
+        self.base: int = process.call("new", host, *args)
 
     def describe(self) -> bytes:
         """See `EngineHost`; so with the rest."""
@@ -261,7 +274,7 @@ class Sides:
 
 
 def _serve(connection: multiprocessing.connection.Connection) -> None:
-    host: EngineHost | None = None
+    host: Any = None
     while True:
         try:
             method, args, kwargs = connection.recv()
@@ -271,7 +284,8 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
             if method == "new":
                 if host is not None:
                     host.close()
-                host = EngineHost(*args)
+                make, *rest = args
+                host = make(*rest)
                 answer: Any = host.base
             else:
                 answer = getattr(host, method)(*args, **kwargs)
