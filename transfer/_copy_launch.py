@@ -93,6 +93,7 @@ class Launcher:
         self._function = check(
             cu.cuModuleGetFunction(self._module, kernel.name.encode()), "cuModuleGetFunction"
         )
+        check(cu.cuFuncGetParamInfo(self._function, arguments - 1), "cuFuncGetParamInfo")
         count = arguments
         while cu.cuFuncGetParamInfo(self._function, count)[0] == cu.CUresult.CUDA_SUCCESS:
             count += 1
