@@ -188,6 +188,10 @@ class Bench:
         many = f"grow {swap_size / GIB:.2f} GiB in {swap_size // chunk} handles"
         self.row(many, lambda: self._bare_grow(swap_size, chunk), lambda: self._our_grow(swap_size, chunk))
 
+    def _bare_fill(self, address: int, size: int) -> None:
+        if not self.driver.fresh_is_zero:
+            self.bare.zero(address, size)
+
     def _bare_reserve(self, size: int) -> float:
         start = time.perf_counter()
         address = self.bare.reserve(size)
@@ -207,7 +211,7 @@ class Bench:
         start = time.perf_counter()
         handle = self.bare.create(size)
         self.bare.map(address, size, handle)
-        self.bare.zero(address, size)
+        self._bare_fill(address, size)
         backed = time.perf_counter()
         self.bare.unmap(address, size)
         self.bare.release(handle)
@@ -238,7 +242,7 @@ class Bench:
         handle = bare.create(size)
         bare.unmap(address, sink)
         bare.map(address, size, handle)
-        bare.zero(address, size)
+        self._bare_fill(address, size)
         bare.release(first)
         taken = time.perf_counter() - start
         bare.unmap(address, size)
@@ -278,7 +282,7 @@ class Bench:
         for offset in range(0, size, chunk):
             handles.append(self.bare.create(chunk))
             self.bare.map(address + offset, chunk, handles[-1])
-            self.bare.zero(address + offset, chunk)
+            self._bare_fill(address + offset, chunk)
         taken = time.perf_counter() - start
         for index, handle in enumerate(handles):
             self.bare.unmap(address + index * chunk, chunk)

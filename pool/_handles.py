@@ -105,7 +105,8 @@ class Handles:
     def _map_zeroed(self, record: HandleRecord, transaction: Transaction) -> None:
         self._map(record)
         transaction.undo(partial(self._unmap, record), "unmapping the new handle")
-        self._driver.zero(self._base + record.offset, record.nbytes)
+        if not self._driver.fresh_is_zero:
+            self._driver.zero(self._base + record.offset, record.nbytes)
 
     def _unmap_all(self, records: Sequence[HandleRecord], transaction: Transaction) -> None:
         for record in reversed(records):

@@ -41,11 +41,12 @@ class CudaVmm:
     """
 
     name = "cuda"
+    fresh_is_zero = False
 
     def __init__(self, device: torch.device | str | int = "cuda") -> None:
         self._cuda = cuda.load()
         self.device = _torch_device(device)
-        self._ordinal = cuda.call("cuDeviceGet", self.device.index)
+        self._ordinal = int(cuda.call("cuDeviceGet", self.device.index))
         for attribute in ("VIRTUAL_MEMORY_MANAGEMENT", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"):
             if not cuda.has_attribute(self._ordinal, f"{attribute}_SUPPORTED"):
                 raise DriverUnavailableError(
@@ -185,7 +186,7 @@ class CudaVmm:
     def _location(self) -> Any:
         location = self._cuda.CUmemLocation()
         location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = int(self._ordinal)
+        location.id = self._ordinal
         return location
 
     def _allocation_prop(self, handle_types: int) -> Any:

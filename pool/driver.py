@@ -37,6 +37,11 @@ class Driver(Protocol):
         """Whether handles are created so that a network card may reach them."""
         ...
 
+    @property
+    def fresh_is_zero(self) -> bool:
+        """Whether the memory of a new handle reads zero, so that nobody need call `zero`."""
+        ...
+
     def reserve(self, nbytes: int) -> int:
         """Set addresses aside, without memory, and return the first."""
         ...

@@ -72,6 +72,18 @@ class DriverContract:
         assert int(tensor[:size].ne(0).sum()) == 5
         _drop(driver, span, size, handle)
 
+    def test_fresh_memory_is_zero_if_the_driver_says_so(self, driver: Driver, span: int) -> None:
+        size = driver.granularity
+        for _ in range(2):
+            handle = driver.create(size)
+            driver.map(span, size, handle)
+            if not driver.fresh_is_zero:
+                driver.zero(span, size)
+            tensor = driver.tensor(span, size)
+            assert int(tensor.max()) == 0
+            tensor.fill_(255)
+            _drop(driver, span, size, handle)
+
     def test_contents_stay_with_the_handle(self, driver: Driver, span: int) -> None:
         size = driver.granularity
         first, second = driver.create(size), driver.create(size)

@@ -65,6 +65,7 @@ class HostVmm:
 
     name = "host"
     rdma_capable = True
+    fresh_is_zero = True
 
     def __init__(self, memory_limit: int | None = None, granularity: int = mmap.PAGESIZE) -> None:
         if granularity < mmap.PAGESIZE or granularity & (granularity - 1):

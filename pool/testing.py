@@ -126,6 +126,11 @@ class FailingDriver:
         """As the driver beneath."""
         return self.driver.rdma_capable
 
+    @property
+    def fresh_is_zero(self) -> bool:
+        """Always False: `zero` must be called, so that it can fail."""
+        return False
+
     def reserve(self, nbytes: int) -> int:
         """See `Driver.reserve`."""
         self._count("reserve")

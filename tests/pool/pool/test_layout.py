@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvarena.pool import HostVmm, LayoutError, MambaSubPoolSpec, MHASubPoolSpec, MLASubPoolSpec, UnifiedKVPool
 from kvarena.pool.layout import SubPoolSpec, chain_order
@@ -54,6 +54,7 @@ def specs(draw: st.DrawFn) -> tuple[SubPoolSpec, ...]:
     return tuple(made)
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(1, 5))
 def test_the_parts_of_all_layers_fill_the_envelope_without_overlap(
     chain: tuple[SubPoolSpec, ...], page_size: int
@@ -74,6 +75,7 @@ def test_the_parts_of_all_layers_fill_the_envelope_without_overlap(
             assert (padding, end) == (0, envelope)
 
 
+@settings(deadline=None, max_examples=40)
 @given(specs(), st.integers(1, 3))
 def test_writing_one_page_touches_its_own_bytes_only(chain: tuple[SubPoolSpec, ...], page_size: int) -> None:
     driver = HostVmm()
