@@ -127,6 +127,7 @@ def _verdict(report: DemoReport) -> str:
     tokens = sum(len(request.tokens) for request in report.requests)
     return (
         f"[bold green]equal[/bold green]: all {tokens} tokens of {len(report.requests)} requests are those "
-        f"of a single process with an eager pool; no address moved, nothing is registered beyond what is backed, "
-        f"every page is free again. Closest choice {margin} apart, rounding {noise}. {report.seconds:.1f} s."
+        "of a single process with an eager pool; no address moved, nothing is registered beyond what is "
+        f"backed, every page is free again. Closest choice {margin} apart, rounding {noise}. "
+        f"{report.seconds:.1f} s."
     )

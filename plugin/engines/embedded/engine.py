@@ -181,7 +181,7 @@ class Engine:
                 post_capture=not eager,
             )
         except OutOfMemoryError as error:
-            raise self._too_small(error, _floor_bytes(self.config)) from error
+            raise self._too_small(error) from error
         except PoolSizeError as error:
             raise SettingError(
                 f"a pool of {nbytes} bytes was asked for, one request needs {error.least}.",
@@ -206,12 +206,15 @@ class Engine:
             resize = resize_for(self.pool, self.lifecycle.budget())
             self.lifecycle.finalize(resize, self.allocator)
         except PoolSizeError as error:
-            raise self._too_small(error, self.pool.floor_bytes) from error
+            raise self._too_small(error) from error
 
-    def _too_small(self, error: Exception, floor: int) -> SettingError:
+    def _too_small(self, error: Exception) -> SettingError:
         """One request does not fit: the least memory limit with which it would."""
+        cost = PoolCost.of(sub_pool_specs(self.config), self.config.page_size)
         granularity = self.lifecycle.driver.granularity
-        least = -(-(floor + self.settings.headroom) // granularity) * granularity
+        # While the sink's handle is swapped for the pool's, both exist.
+        parts = (cost.total_bytes(self.config.chunk), cost.sink_bytes, self.settings.headroom)
+        least = sum(-(-part // granularity) * granularity for part in parts)
         limit = self.settings.memory_limit if self.config.device == "cpu" else self.settings.pool_bytes
         given = f"a memory limit of {limit} bytes" if limit is not None else "the memory that is free"
         return SettingError(
@@ -245,8 +248,3 @@ def sub_pool_specs(config: EngineConfig) -> list[SubPoolSpec]:
             WINDOW, "down", model.window_layer_num, model.window_kv_head_num, model.head_dim, dtype
         ),
     ]
-
-
-def _floor_bytes(config: EngineConfig) -> int:
-    """Bytes of the smallest pool, where there is none yet to ask."""
-    return PoolCost.of(sub_pool_specs(config), config.page_size).total_bytes(config.chunk)

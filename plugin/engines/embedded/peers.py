@@ -25,6 +25,7 @@ __all__ = [
 
 _SILENCE: Final = 0.75
 _PINGS: Final = 8
+_MOST_PING_S: Final = 0.25
 
 
 class PeerLost(KvArenaError):
@@ -37,8 +38,8 @@ def silence_limit(timeout: float) -> float:
 
 
 def ping_interval(timeout: float) -> float:
-    """Seconds between two signs of life; several may go missing within `silence_limit`."""
-    return timeout / _PINGS
+    """Seconds between two signs of life: often enough that several may go missing, also for a stricter peer."""
+    return min(timeout / _PINGS, _MOST_PING_S)
 
 
 def make_manifest(config: EngineConfig, pool: UnifiedKVPool) -> Manifest:

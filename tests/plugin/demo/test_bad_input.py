@@ -1,0 +1,147 @@
+"""Bad input to ``kvarena demo``: one clear message, exit status 2, and nothing on standard output."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from kvarena.plugin.cli import main
+from kvarena.plugin.demo_input import InputError, cut_into_prompts, read_text
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVARENA_LOAD_PLUGINS", "0")
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["demo", "--json", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvarena demo: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.txt"
+    assert f"{path} cannot be read: No such file" in _refused(capsys, "--input", str(path))
+
+
+def test_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "cannot be read: Is a directory" in _refused(capsys, "--input", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"text\0text", "is binary: it has NUL bytes"),
+        (b"\x89PNG\r\n\x1a\n", "is no UTF-8 text: byte 0 is 0x89"),
+        (b"caf\xe9", "byte 3 is 0xe9"),
+        (b"abc", "a text of 3 bytes cannot be cut into 6 prompts"),
+    ],
+)
+def test_content(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(content)
+    assert said in _refused(capsys, "--input", str(path))
+
+
+def test_far_larger_than_the_pool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"x" * 10_000)
+    said = _refused(capsys, "--input", str(path), "--memory-limit", "4MiB")
+    assert "larger than the pool" in said
+    assert "--memory-limit" in said
+
+
+def test_an_endless_file_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "larger than the pool" in _refused(capsys, "--input", "/dev/zero")
+
+
+def test_slightly_larger_than_the_pool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # Known only once the memory has been measured: full pages fit, their window pages and the sink do not.
+    path = tmp_path / "input"
+    path.write_bytes(b"x" * 2600)
+    said = _refused(capsys, "--input", str(path), "--memory-limit", "4MiB", "--requests", "4")
+    assert "the input has 2604 tokens, which is larger than the pool: it holds" in said
+
+
+def test_a_memory_limit_below_the_floor_names_the_least(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"some words")
+    said = _refused(capsys, "--input", str(path), "--memory-limit", "64KiB")
+    assert "a memory limit of 65536 bytes is below what one request needs" in said
+    assert "The least that works is " in said
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "many", "", "1XB"])
+def test_a_memory_limit_that_is_none(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    assert "--memory-limit" in _refused(capsys, f"--memory-limit={limit}")
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = _refused(capsys, "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--port", "-1"),
+        ("--port", "65536"),
+        ("--requests", "0"),
+        ("--requests", "-3"),
+        ("--requests", "100000"),
+        ("--max-new-tokens", "0"),
+        ("--page-size", "0"),
+        ("--chunk-pages", "0"),
+        ("--window", "0"),
+        ("--window", "-5"),
+        ("--seed", "-1"),
+    ],
+)
+def test_numbers_out_of_range(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    said = _refused(capsys, f"{option}={value}")
+    assert option.lstrip("-").replace("-", "_") in said.replace("-", "_")
+    assert value in said
+
+
+def test_an_unknown_transfer_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refused(capsys, "--transfer", "pigeon")
+    assert "pigeon" in said
+
+
+def test_no_cuda_device(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert "no CUDA device" in _refused(capsys, "--device", "cuda")
+
+
+def test_the_shipped_passage() -> None:
+    text = read_text(None, most_bytes=1 << 20)
+    assert 6000 <= len(text) <= 8000
+    prompts = cut_into_prompts(text, 6)
+    assert b"".join(prompts) == text
+    assert len(prompts[0]) < 128 < len(prompts[1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_prompts_cover_the_text(count: int) -> None:
+    for length in (count, count + 1, 1000):
+        text = bytes(at % 251 for at in range(length))
+        prompts = cut_into_prompts(text, count)
+        assert b"".join(prompts) == text
+        assert all(prompts)
+        assert len(prompts) == count
+    with pytest.raises(InputError):
+        cut_into_prompts(b"x" * (count - 1), count)

@@ -1,0 +1,79 @@
+"""Sizes that cannot work are refused by name, and those that can add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig, SettingError
+from kvarena.plugin.engines.embedded.engine import Engine, sub_pool_specs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_num", 1),
+        ("layer_num", 0),
+        ("head_num", 3),
+        ("head_dim", 7),
+        ("full_kv_head_num", 0),
+        ("window_kv_head_num", 3),
+        ("window", 0),
+        ("window", -1),
+        ("seed", -1),
+        ("hidden_size", 0),
+    ],
+)
+def test_model_sizes(field: str, value: int) -> None:
+    with pytest.raises(SettingError, match=str(value)):
+        ModelConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("page_size", 0),
+        ("chunk_pages", 0),
+        ("context_length", 1),
+        ("transfer_pages", 0),
+        ("batch_sizes", ()),
+        ("batch_sizes", (2, 1)),
+        ("batch_sizes", (0, 1)),
+        ("reserved_bytes", 0),
+    ],
+)
+def test_engine_sizes(field: str, value: object) -> None:
+    with pytest.raises(SettingError, match=field):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layer_num", [2, 5, 6])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_layouts(layer_num: int, kv_dtype: str) -> None:
+    config = EngineConfig(model=ModelConfig(layer_num=layer_num, kv_dtype=kv_dtype))  # type: ignore[arg-type]
+    specs = sub_pool_specs(config)
+    assert tuple(spec.page_envelope_bytes(config.page_size) for spec in specs) == config.page_bytes()
+    assert sum(spec.layer_num for spec in specs) == layer_num
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 12, 33])
+def test_pages_that_the_window_can_see(window: int) -> None:
+    config = EngineConfig(model=ModelConfig(window=window), page_size=4)
+    for position in range(200):
+        seen = {at // 4 for at in range(max(0, position - window + 1), position + 1)}
+        assert config.first_window_page(position) == min(seen)
+        assert len(seen) <= config.window_pages
+
+
+def test_a_memory_limit_below_the_floor_names_the_least_that_works(
+    make_engine: Callable[..., Engine], small: EngineConfig
+) -> None:
+    with pytest.raises(SettingError, match="The least that works is") as refused:
+        make_engine(memory_limit=4096)
+    least = int(str(refused.value).split("The least that works is ")[1].split()[0])
+    granularity = 4096
+
+    engine = make_engine(memory_limit=least)
+    assert engine.book.capacity_tokens() >= small.chunk
+    with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
+        make_engine(memory_limit=least - granularity)
