@@ -27,8 +27,10 @@ class ResizeContract:
 
     @pytest.fixture
     def driver(self) -> Iterator[Driver]:
-        """A driver of which nothing may be left over."""
+        """A driver of which nothing may be left over, after a life that pays for what comes only once."""
         driver = make_driver(self.expression)
+        with HybridSample(driver, reserved=False) as sample:
+            assert sample.allocator.alloc(sample.page_size) is not None
         with no_leaks():
             yield driver
 
