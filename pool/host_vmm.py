@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class HostVmm:
         self._reservations: dict[int, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._mappings: dict[int, _Handle] = {}
-        self._next_handle = 1
+        self._next_handle = itertools.count(1)  # never reused, so a stale one is caught
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +118,7 @@ class HostVmm:
         """See `Driver.release_reservation`."""
         if self._reservations.get(address) != nbytes:
             raise DriverError("munmap", "EINVAL", f"{nbytes} bytes at {address:#x} are not one reservation")
-        mapped = [start for start in self._mappings if address <= start < address + nbytes]
+        mapped = [start for start in list(self._mappings) if address <= start < address + nbytes]
         if mapped:
             raise DriverError("munmap", "EBUSY", f"{len(mapped)} handles are still mapped at {address:#x}")
         self._munmap(address, nbytes)
@@ -236,8 +237,7 @@ class HostVmm:
             _fail("munmap", f"{nbytes} bytes at {address:#x}")
 
     def _keep(self, record: _Handle) -> int:
-        handle = self._next_handle  # never reused, so a stale one is caught
-        self._next_handle += 1
+        handle = next(self._next_handle)
         self._handles[handle] = record
         return handle
 
@@ -260,10 +260,10 @@ class HostVmm:
             raise DriverError("mmap", "EINVAL", f"{address:#x} is no multiple of {self.granularity}")
         if not any(
             start <= address and address + nbytes <= start + size
-            for start, size in self._reservations.items()
+            for start, size in list(self._reservations.items())
         ):
             raise DriverError("mmap", "EINVAL", f"{nbytes} bytes at {address:#x} are not in one reservation")
-        for start, other in self._mappings.items():
+        for start, other in list(self._mappings.items()):
             if start < address + nbytes and address < start + other.nbytes:
                 raise DriverError("mmap", "EEXIST", f"{nbytes} bytes at {address:#x} are already mapped")
 
