@@ -1,0 +1,163 @@
+"""Attaching to SGLang: choose a family, check its shapes, register its hooks, and prove that they stand."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from kvarena.errors import KvArenaError
+from kvarena.plugin.engines.sglang import families
+from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.shapes import differences, missing, resolve
+from kvarena.plugin.engines.sglang.targets import Family, Kind, Layer, Target
+
+__all__ = ["ENTRY_POINT", "active_targets", "application_problems", "attach", "release_of_sglang"]
+
+logger = logging.getLogger("kvarena.sglang")
+
+ENTRY_POINT = "kvarena"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
+
+
+def attach() -> bool:
+    """Register kvarena's hooks with SGLang, if the settings ask for it and the release has the shapes.
+
+    Returns
+    -------
+    bool
+        Whether hooks were registered. Whether they may act is decided later, when SGLang has applied
+        them: see `application_problems`.
+    """
+    from kvarena.plugin.config import load_settings
+
+    if runtime.attached:
+        return True
+    settings = load_settings()
+    if not settings.enable:
+        return False
+    release = release_of_sglang()
+    if release is None:
+        logger.warning("kvarena: KVARENA_ENABLE is set but SGLang is not installed; nothing is done.")
+        return False
+    family, reasons = families.choose(release, experimental=settings.sglang_experimental)
+    if family is None:
+        logger.warning(
+            "kvarena: SGLang %s is not supported and runs as stock; what differs: %s.",
+            release,
+            "; ".join(reasons),
+        )
+        return False
+    layer = families.layer_of(family, release, experimental=settings.sglang_experimental)
+    runtime.settings, runtime.family, runtime.layer, runtime.release = settings, family, layer, release
+    _register(family, layer)
+    runtime.attached = True
+    logger.info("kvarena: attached to SGLang %s (%s, layer %d).", release, family.name, layer)
+    return True
+
+
+def release_of_sglang() -> str | None:
+    """The installed release, without a local or development suffix; None: there is none."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return version.partition("+")[0]
+
+
+def active_targets(family: Family, layer: Layer) -> tuple[Target, ...]:
+    """The targets that a layer needs, without the optional ones that are not there."""
+    if layer is Layer.TRUTHFUL:
+        return (family.planner,)
+    absent = missing(family)
+    return tuple(target for target in family.targets if target not in absent)
+
+
+def application_problems(family: Family, layer: Layer) -> list[str]:
+    """Why the hooks may not act, one line each.
+
+    SGLang logs and swallows what goes wrong while it applies hooks, so that a plugin can be half
+    applied; and several plugins may hook one target, where the last one wins.
+    """
+    registry = resolve(f"{_REGISTRY}.HookRegistry")
+    found = []
+    for target in active_targets(family, layer):
+        handler = _handler(target)
+        if target.kind is Kind.PROPERTY:
+            if resolve(target.path) is not handler:
+                found.append(f"{target.path} was not replaced, or somebody replaced it again")
+            continue
+        others = [source for _, hook, source in registry._hooks.get(target.path, ()) if hook is not handler]
+        if others:
+            names = ", ".join(sorted({_plugin_name(source) for source in others}))
+            found.append(f"{target.path} is hooked by another plugin too ({names})")
+        elif target.path not in registry._patched:
+            found.append(f"the hook on {target.path} was not applied")
+        elif handler not in _handlers_of(resolve(target.path)):
+            found.append(f"the hook on {target.path} was applied, but something replaced it")
+    return found
+
+
+def _register(family: Family, layer: Layer) -> None:
+    registry = resolve(f"{_REGISTRY}.HookRegistry")
+    around = resolve(f"{_REGISTRY}.HookType").AROUND
+    for target in active_targets(family, layer):
+        handler = _handler(target)
+        if target.kind is Kind.PROPERTY:
+            owner, _, name = target.path.rpartition(".")
+            setattr(resolve(owner), name, handler)
+        elif not any(hook is handler for _, hook, _ in registry._hooks.get(target.path, ())):
+            registry.register(target.path, handler, around)
+
+
+def _handler(target: Target) -> Any:
+    return resolve(f"kvarena.plugin.engines.sglang.{target.handler}")
+
+
+def _handlers_of(function: Any) -> Iterator[Any]:
+    """The hooks inside SGLang's wrappers: each is in its wrapper's closure, the original in __wrapped__."""
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            yield cell.cell_contents
+        function = getattr(function, "__wrapped__", None)
+
+
+def _plugin_name(source: Any) -> str:
+    return str(getattr(source, "plugin_name", None) or "unnamed")
+
+
+def refused_by_environment(environ: dict[str, str] | None = None) -> str | None:
+    """Why SGLang would not even call kvarena; for ``kvarena doctor``, since then no code of ours runs."""
+    environ = dict(os.environ) if environ is None else environ
+    allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if allowed and ENTRY_POINT not in allowed:
+        return f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} leaves kvarena out; add {ENTRY_POINT} to it"
+    return None
+
+
+def diagnose(environ: dict[str, str] | None = None) -> list[str]:
+    """What keeps kvarena from working in SGLang on this machine, one line each; imports SGLang."""
+    found = []
+    release = release_of_sglang()
+    if release is None:
+        return ["SGLang is not installed"]
+    excluded = refused_by_environment(environ)
+    if excluded:
+        found.append(excluded)
+    try:
+        from kvarena.plugin.config import load_settings
+
+        experimental = load_settings(environ).sglang_experimental
+    except KvArenaError as error:
+        return [*found, str(error)]
+    family, reasons = families.choose(release, experimental=experimental)
+    if family is None:
+        found += [f"SGLang {release}: {reason}" for reason in reasons]
+    elif families.layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL:
+        found.append(f"SGLang {release}: only the planner is corrected; nothing is sized after capture")
+    return found
+
+
+__all__ += ["diagnose", "differences", "refused_by_environment"]

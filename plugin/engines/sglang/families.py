@@ -1,0 +1,56 @@
+"""Which family a release belongs to: by its number where it was tested, otherwise by its shapes."""
+
+from __future__ import annotations
+
+from kvarena.plugin.engines.sglang import family_0_5_17, family_0_5_20, family_0_5_21, family_0_5_22
+from kvarena.plugin.engines.sglang.shapes import differences
+from kvarena.plugin.engines.sglang.targets import Family, Layer
+
+__all__ = ["FAMILIES", "choose", "layer_of"]
+
+#: Newest first: a release that nobody has tested yet is most like the last one.
+FAMILIES: tuple[Family, ...] = (
+    family_0_5_22.FAMILY,
+    family_0_5_21.FAMILY,
+    family_0_5_20.FAMILY,
+    family_0_5_20.FAMILY_0_5_19,
+    family_0_5_17.FAMILY,
+)
+
+
+def choose(release: str, *, experimental: bool = False) -> tuple[Family | None, list[str]]:
+    """The family whose shapes this release has.
+
+    A release with a number that was never tested is tried against each family, the newest first: one
+    that still has the shapes needs no code of ours.
+
+    Parameters
+    ----------
+    release : str
+        SGLang's version.
+    experimental : bool
+        Whether the operator opted in: otherwise an experimental release needs no more than a planner.
+
+    Returns
+    -------
+    family : Family or None
+        None: refused.
+    reasons : list of str
+        What differs from the family that was expected.
+    """
+    known = [family for family in FAMILIES if release in family.releases]
+    reasons: list[str] = []
+    for family in known or FAMILIES:
+        planner_only = layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL
+        found = differences(family, shapes=(family.planner,)) if planner_only else differences(family)
+        if not found:
+            return family, []
+        reasons = reasons or found  # a new release is compared with the newest family
+    return None, reasons
+
+
+def layer_of(family: Family, release: str, *, experimental: bool) -> Layer:
+    """What the plugin does in a release of a family."""
+    if release == "0.5.16" or (release in family.experimental and not experimental):
+        return Layer.TRUTHFUL
+    return family.layer

@@ -1,0 +1,82 @@
+"""Finalize inside SGLang: one transaction over all ranks, which backs off instead of dying.
+
+SGLang calls, in this order and from ``ModelRunner.post_capture_resize_kv_pool``: ``config_from_budget``,
+``finalize_backing`` and the allocator's ``resize``. Each is a hook here; a `ResizeSession` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvarena.plugin.engines.sglang.bound import bound_of
+from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
+from kvarena.plugin.engines.sglang.ranks import Ranks
+from kvarena.plugin.engines.sglang.report import watch
+from kvarena.plugin.engines.sglang.runtime import current_session, runtime
+from kvarena.plugin.engines.sglang.session import ResizeSession
+from kvarena.pool.errors import PoolStateError
+
+__all__ = ["config_from_budget", "finalize_backing", "resize_allocator", "resize_kv_pool"]
+
+
+def resize_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.post_capture_resize_kv_pool``: all of it on every rank, or none of it on any."""
+    bound = bound_of(self.token_to_kv_pool)
+    if bound is None:
+        return original(self, **kwargs)
+    session = ResizeSession(bound, _family(), ranks=Ranks.of_sglang(), runner=self)
+    token = current_session.set(session)
+    try:
+        with session:
+            result = original(self, **kwargs)
+            session.finish()
+        return result
+    finally:
+        current_session.reset(token)
+
+
+def config_from_budget(
+    original: Callable[..., Any], self: Any, budget_bytes: int, *, cap_tokens: int | None = None
+) -> Any:
+    """Around ``KVCacheConfigurator.config_from_budget``: during a resize, the same tokens on every rank."""
+    session = current_session.get()
+    if session is None:
+        return original(self, budget_bytes, cap_tokens=cap_tokens)
+    return session.solve(lambda budget: original(self, budget, cap_tokens=cap_tokens), self, budget_bytes)
+
+
+def finalize_backing(original: Callable[..., Any], self: Any, config: Any) -> Any:
+    """Around ``finalize_backing`` of the pool (0.5.22 and later) or of the pair above it (before)."""
+    bound = bound_of(self)
+    if bound is None:
+        return original(self, config)
+    session = current_session.get()
+    if session is not None:
+        session.back(config)
+        return None
+    # Called by somebody else than ModelRunner: one rank, and its caller decides what follows a failure.
+    with ResizeSession(bound, _family(), ranks=Ranks()) as alone:
+        alone.back(config)
+        alone.publish()
+    return None
+
+
+def resize_allocator(original: Callable[..., Any], self: Any, config: Any) -> Any:
+    """Around the hybrid-SWA allocator's ``resize``."""
+    bound = bound_of(self)
+    if bound is None:
+        return original(self, config)
+    check_resizable(self, bound, config)
+    saved = take_capacity(self, bound, config, _family())
+    session = current_session.get()
+    if session is not None:
+        session.undo(saved.restore)
+    watch(bound, self)
+    return None
+
+
+def _family() -> Any:
+    if runtime.family is None:
+        raise PoolStateError("kvarena is not attached to this process.")
+    return runtime.family

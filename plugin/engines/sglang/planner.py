@@ -1,0 +1,153 @@
+"""The planner's hook: stock's answer, made true, and every reason against ours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvarena.errors import KvArenaError
+from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
+from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.targets import Layer
+from kvarena.pool import Refusal
+
+__all__ = ["plan", "refusals_of"]
+
+_OVERRIDES = "sglang.srt.arg_groups.overrides"
+_lock = threading.RLock()
+
+
+def plan(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Whether the pool is sized after capture: around SGLang's ``post_capture_kv_sizing_planned``.
+
+    Non-unified pools get stock's answer. A unified one is sized after capture only when every target
+    stands, stock's own conditions hold, and nobody refuses; each reason is logged once.
+    """
+    if not config_view(server_args).enable_unified_memory:
+        if runtime.attached:
+            runtime.say_once(
+                logging.INFO,
+                "kvarena: nothing to do: --enable-unified-memory is off, and other pools are not touched.",
+            )
+        return original(server_args)
+    planned = False
+    refusals = refusals_of(original, server_args)
+    for refusal in refusals:
+        runtime.say_once(
+            logging.WARNING,
+            f"kvarena: not sized after capture [{refusal.code}]: {refusal.reason}. ({refusal.setting})",
+        )
+    if not refusals:
+        planned = True
+    runtime.planned = planned
+    if planned:
+        return True
+    return _without_us(original, server_args)
+
+
+def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refusal, ...]:
+    """Every reason at once: of hooks, release, configuration, third parties and stock."""
+    family, layer = runtime.family, runtime.layer
+    problems = runtime.problems()
+    if problems or family is None or layer is None:
+        return tuple(Refusal("not_applied", "KVARENA_ENABLE", problem) for problem in problems)
+    if layer is Layer.TRUTHFUL:
+        return (_release_refusal(),)
+    hardened = layer is Layer.HARDENED
+    try:
+        found = list(own_refusals(server_args, own_virtual_ids=family.own_virtual_ids))
+        found += _collect(request_from(server_args, drafts_are_stocks_business=hardened))
+    except Exception as error:  # noqa: BLE001 - SGLang's own code is asked, which may raise anything
+        # A configuration that cannot be read is refused, never guessed at.
+        return (Refusal("unreadable", "KVARENA_ENABLE", f"this configuration cannot be read ({error!r})"),)
+    if not found and not _stock_agrees(original, server_args):
+        found.append(Refusal("stock", ENVIRONMENT, "SGLang's own planner refuses it and gives no reason"))
+    return tuple(dict.fromkeys(found))
+
+
+def _without_us(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Stock's answer, except that a release that never resizes a unified pool must not plan to."""
+    answer = original(server_args)
+    if answer and runtime.family is not None and runtime.family.ignores_unified:
+        runtime.say_once(
+            logging.WARNING,
+            "kvarena: SGLang's planner would drop the memory reserve for a unified pool that this "
+            "release never resizes; the reserve is kept.",
+        )
+        return False
+    return bool(answer)
+
+
+def _collect(request: Any) -> list[Refusal]:
+    from kvarena.plugin.lifecycle import collect_refusals
+
+    try:
+        return list(collect_refusals(runtime.manager, request))
+    except KvArenaError as error:
+        return [Refusal("plugin", "KVARENA_BLOCK_PLUGINS", str(error))]
+
+
+def _stock_agrees(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Stock's conditions, as if sizing were on (and unified memory off, where stock rejects that)."""
+    with _lock, _switched_on(), _unified_hidden(runtime.layer is Layer.BACKPORT):
+        return bool(original(server_args))
+
+
+def _release_refusal() -> Refusal:
+    assert runtime.family is not None
+    if runtime.release in runtime.family.experimental:
+        return Refusal(
+            "experimental",
+            "KVARENA_SGLANG_EXPERIMENTAL",
+            f"SGLang {runtime.release} is supported as an experiment only; set KVARENA_SGLANG_EXPERIMENTAL=1",
+        )
+    return Refusal("release", "KVARENA_ENABLE", f"SGLang {runtime.release} is too old; use 0.5.20 or later")
+
+
+@contextlib.contextmanager
+def _switched_on() -> Iterator[None]:
+    """KVARENA_ENABLE is all that an operator sets; stock's variable stays as it is for other pools."""
+    before = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = before
+
+
+@contextlib.contextmanager
+def _unified_hidden(hide: bool) -> Iterator[None]:
+    """Let stock's planner read every argument but one as it is; published arguments refuse writes."""
+    if not hide:
+        yield
+        return
+    from kvarena.plugin.engines.sglang.shapes import resolve
+
+    try:
+        overrides = resolve(_OVERRIDES)
+        view = overrides.resolving_view
+    except (LookupError, AttributeError):
+        yield  # the planner is a method that does not look at unified memory
+        return
+    overrides.resolving_view = lambda server_args: _WithoutUnified(view(server_args))
+    try:
+        yield
+    finally:
+        overrides.resolving_view = view
+
+
+class _WithoutUnified:
+    __slots__ = ("_view",)
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return False if name == "enable_unified_memory" else getattr(self._view, name)

@@ -1,0 +1,96 @@
+"""Agreement of all ranks of a server on one size, and on whether everybody got it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, final
+
+from kvarena.pool.sizing import RanksDisagreeError
+
+__all__ = ["Ranks", "Report"]
+
+
+class Report(NamedTuple):
+    """What one rank says at one point of a resize."""
+
+    stage: str
+    """Where it is; a rank that failed early may be elsewhere than the others."""
+    failure: str = ""
+    """Why it cannot go on; empty: it can."""
+    retry: bool = False
+    """Whether less memory might help."""
+    tokens: int = 0
+    nbytes: int = 0
+
+
+@final
+class Ranks:
+    """The ranks of one server: all of its tensor- and pipeline-parallel processes.
+
+    Every exchange has the same form at every stage, so that ranks meet in it even when one of them has
+    failed and is at another stage: the others learn of it instead of waiting.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or None
+        A CPU group; None: there is only this process.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    @classmethod
+    def of_sglang(cls) -> Ranks:
+        """SGLang's world group; a process without ``torch.distributed`` is alone."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        from sglang.srt.distributed.parallel_state import get_world_group
+
+        group = get_world_group().cpu_group
+        return cls(group if dist.get_world_size(group) > 1 else None)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        if self._group is None:
+            return 1
+        import torch.distributed as dist
+
+        return dist.get_world_size(self._group)
+
+    def exchange(self, mine: Report) -> list[Report]:
+        """Every rank's report, in the order of ranks."""
+        if self._group is None:
+            return [mine]
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * self.count
+        dist.all_gather_object(everyone, tuple(mine), group=self._group)
+        return [Report(*report) for report in everyone]
+
+    def agree(self, mine: Report) -> list[Report]:
+        """Every rank's report, if all are well.
+
+        Raises
+        ------
+        RanksDisagreeError
+            A rank failed; every rank raises this, with each failed rank's reason.
+        """
+        reports = self.exchange(mine)
+        raise_if_failed(reports, mine.stage)
+        return reports
+
+
+def raise_if_failed(reports: list[Report], stage: str) -> None:
+    """Raise `RanksDisagreeError` naming the ranks that failed, or that are at another stage."""
+    failures = {
+        rank: report.failure or f"it is at {report.stage!r}, the others at {stage!r}"
+        for rank, report in enumerate(reports)
+        if report.failure or report.stage != stage
+    }
+    if failures:
+        raise RanksDisagreeError(failures, len(reports))
+
+
+__all__ += ["raise_if_failed"]

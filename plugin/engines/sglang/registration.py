@@ -1,0 +1,237 @@
+"""KV managers register through our ledger: backed bytes only, each once, and no failure unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple, final
+
+from kvarena.hooks import hookimpl
+from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
+from kvarena.plugin.engines.sglang.runtime import logger, runtime
+from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
+
+__all__ = ["Buffer", "KvRegistration", "deregister_mooncake", "register_mooncake", "register_nixl"]
+
+_ATTRIBUTE = "_kvarena_registration"
+_KINDS = ("kv", "aux", "state")
+
+
+class Buffer(NamedTuple):
+    """One entry of SGLang's ``KVArgs``."""
+
+    part: str
+    """``"kv"``, ``"aux"`` or ``"state"``."""
+    region: Region
+    memory: str = "VRAM"
+    """NIXL's word for where it lies."""
+
+
+def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
+    """Around ``MooncakeKVManager.register_buffer_to_engine``; stock looks at no return code."""
+    bound = _arena_of(self.kv_args)
+    if bound is None:
+        original(self)
+        return
+    host = str(self.engine.hostname)
+    engine = MooncakeEngine(host, transfer_engine=self.engine.engine)
+    # Aux buffers are registered with the same engine; it keeps them apart by address.
+    _replace(self, KvRegistration(bound, self.kv_args, engine, lambda memory: engine))
+
+
+def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
+    """Around ``deregister_buffer_to_engine``: what the ledger holds, by the very addresses it registered.
+
+    Stock computes the list again, and one address that the engine does not hold blocks all others for
+    the engine's life. What else stock does here, it does still.
+    """
+    registration: KvRegistration | None = getattr(self, _ATTRIBUTE, None)
+    if registration is None:
+        original(self)
+        return
+    registration.close()
+    setattr(self, _ATTRIBUTE, None)
+    kv_args = self.kv_args
+    self.kv_args = _without_buffers(kv_args)
+    try:
+        original(self)
+    finally:
+        self.kv_args = kv_args
+
+
+def register_nixl(original: Callable[[Any], None], self: Any) -> None:
+    """Around ``NixlKVManager.register_buffer_to_engine``; stock registers the arena once for each alias."""
+    bound = _arena_of(self.kv_args)
+    if bound is None:
+        original(self)
+        return
+    gpu = int(self.kv_args.gpu_id)
+    engines = {
+        memory: of_nixl_agent(self.agent, memory, gpu if memory == "VRAM" else 0)
+        for memory in ("VRAM", "DRAM")
+    }
+    arena = next(b.memory for b in _buffers(self.kv_args) if runtime.pool_at(b.region.address) is bound)
+    _replace(self, KvRegistration(bound, self.kv_args, engines[arena], engines.__getitem__))
+    # Read by nobody, but where stock leaves them.
+    self.kv_descs = engines["VRAM"].descriptors
+    self.aux_descs = engines["DRAM"].descriptors
+    self.state_descs = []
+
+
+@final
+class KvRegistration:
+    """What one KV manager has registered: the arena in one ledger, every other buffer in others.
+
+    Parameters
+    ----------
+    bound : BoundPool
+        Whose arena some of the buffers lie in.
+    kv_args : KVArgs
+        SGLang's list of buffers; its lengths follow the pool.
+    engine : TransferEngine
+        For the arena.
+    engine_for : callable
+        NIXL's word for a memory kind to the engine that registers it.
+    """
+
+    def __init__(
+        self,
+        bound: BoundPool,
+        kv_args: Any,
+        engine: TransferEngine,
+        engine_for: Callable[[str], TransferEngine],
+    ) -> None:
+        self.bound = bound
+        self.ledger = RegistrationLedger(engine, on_change=_tell)
+        self.others: list[RegistrationLedger] = []
+        self._kv_args = kv_args
+        bound.ledgers.append(self.ledger)
+        runtime.manager.register(self)
+        try:
+            self._register_others(engine_for)
+            self._move()
+        except BaseException:
+            self.close()
+            raise
+
+    @hookimpl
+    def kvarena_pool_finalized(self, pool: Any) -> None:
+        """The manager registered before finalize: register again what is backed now."""
+        if pool is self.bound:
+            self._move()
+
+    @hookimpl
+    def kvarena_pool_reserved(self, pool: Any) -> None:
+        """A resize was undone: the sink alone is registered again."""
+        if pool is self.bound:
+            self._move()
+
+    @hookimpl
+    def kvarena_pool_closing(self, pool: Any) -> None:
+        """Let go before the memory goes."""
+        if pool is self.bound:
+            self.close()
+
+    def close(self) -> None:
+        """Unregister everything; a second call does nothing.
+
+        Raises
+        ------
+        RegistrationError
+            The engine refused; the memory of what it still holds must stay.
+        """
+        held = self.ledger.registered_bytes
+        for ledger in (self.ledger, *self.others):
+            ledger.clear()
+        if self.ledger in self.bound.ledgers:
+            self.bound.ledgers.remove(self.ledger)
+        if runtime.manager.is_registered(self):
+            runtime.manager.unregister(self)
+        if held:
+            self._report("unregistered", 0)
+
+    def _move(self) -> None:
+        arena = self.bound.arena
+        backed = Region(arena.base, arena.backed_bytes)
+        self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
+        self._correct_lengths()
+        self._report("registered", self.ledger.registered_bytes)
+
+    def _report(self, event: str, nbytes: int) -> None:
+        if self.bound.report is not None:
+            self.bound.report.timeline.add(
+                event,
+                nbytes=nbytes,
+                address=self.bound.arena.base,
+                engine=self.ledger.engine.name,
+                backed=self.bound.arena.backed_bytes,
+                regions=len(self.ledger.regions),
+                others=sum(ledger.registered_bytes for ledger in self.others),
+            )
+
+    def _register_others(self, engine_for: Callable[[str], TransferEngine]) -> None:
+        """Aux buffers, and whatever KV or state lies outside the arena; overlaps are registered once."""
+        strangers = [
+            b for b in _buffers(self._kv_args) if runtime.pool_at(b.region.address) is not self.bound
+        ]
+        for memory in sorted({buffer.memory for buffer in strangers}):
+            regions = [buffer.region for buffer in strangers if buffer.memory == memory]
+            start = min(region.address for region in regions)
+            span = Region(start, max(region.end for region in regions) - start)
+            ledger = RegistrationLedger(engine_for(memory), on_change=_tell)
+            self.others.append(ledger)
+            ledger.move_to(_apart(regions), backed=span)
+
+    def _correct_lengths(self) -> None:
+        """The lengths that SGLang goes on with: NIXL derives from them how many pages it may address."""
+        active = self.bound.active_allocation_bytes
+        for part in _KINDS:
+            for ptrs, lens in _lists(self._kv_args, part):
+                for index, ptr in enumerate(ptrs):
+                    if ptr == self.bound.arena.base:
+                        lens[index] = active
+
+
+def _replace(manager: Any, registration: KvRegistration) -> None:
+    """A manager that registers again (a rebuilt process group) gets a new registration for its old one."""
+    setattr(manager, _ATTRIBUTE, registration)
+
+
+def _arena_of(kv_args: Any) -> BoundPool | None:
+    found = {id(pool): pool for b in _buffers(kv_args) if (pool := runtime.pool_at(b.region.address))}
+    return next(iter(found.values()), None)
+
+
+def _buffers(kv_args: Any) -> Iterator[Buffer]:
+    kinds = getattr(kv_args, "kv_data_mem_kinds", None) or ()
+    for part in _KINDS:
+        for ptrs, lens in _lists(kv_args, part):
+            for index, (ptr, nbytes) in enumerate(zip(ptrs, lens, strict=True)):
+                if not ptr or not nbytes:
+                    continue  # layers without a buffer keep their place in the lists
+                memory = "DRAM" if part == "aux" else "VRAM"
+                if part == "kv" and index < len(kinds):
+                    memory = kinds[index]
+                yield Buffer(part, Region(int(ptr), int(nbytes)), memory)
+
+
+def _lists(kv_args: Any, part: str) -> Iterable[tuple[Any, Any]]:
+    ptrs = getattr(kv_args, f"{part}_data_ptrs", None) or []
+    lens = getattr(kv_args, f"{part}_data_lens", None) or []
+    # State components have a list each.
+    return zip(ptrs, lens, strict=True) if part == "state" else [(ptrs, lens)]
+
+
+def _apart(regions: list[Region]) -> list[Region]:
+    return sorted(set(regions))
+
+
+def _without_buffers(kv_args: Any) -> Any:
+    empty: dict[str, Any] = {f"{part}_data_{what}": [] for part in _KINDS for what in ("ptrs", "lens")}
+    return SimpleNamespace(**{**getattr(kv_args, "__dict__", {}), **empty})
+
+
+def _tell(change: str, engine: TransferEngine, region: Region) -> None:
+    for failure in runtime.manager.call_every(f"kvarena_region_{change}", engine=engine, region=region):
+        logger.error("kvarena: %s", failure)

@@ -1,0 +1,114 @@
+"""What kvarena says inside SGLang: log lines, the status file, metrics, and the hooks that follow a pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from kvarena.plugin.config import ConfigError, Settings
+from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.status.reporter import StatusReporter
+from kvarena.plugin.status.usage import PageUsage
+from kvarena.plugin.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.pool import PostCaptureKVResize
+
+__all__ = ["PoolReport", "announce_finalized", "announce_reserved", "watch"]
+
+logger = logging.getLogger("kvarena.sglang")
+
+
+@final
+class PoolReport:
+    """The timeline, the status file and the metrics of one pool.
+
+    Parameters
+    ----------
+    bound : BoundPool
+        Whose they are.
+    settings : Settings
+        Whether a status is kept, and where metrics are served.
+    """
+
+    def __init__(self, bound: BoundPool, settings: Settings) -> None:
+        self.timeline = Timeline()
+        self.reporter = StatusReporter(
+            settings, self.timeline, ledgers=lambda: tuple(bound.ledgers), name="sglang"
+        )
+        self._metrics: Any = None
+        if settings.metrics_port is not None:
+            from kvarena.plugin.metrics import serve_metrics
+
+            try:
+                self._metrics = serve_metrics(self.reporter, settings.metrics_port)
+            except ConfigError as error:
+                # The ranks of one host share the setting: the first one gets the port.
+                logger.warning("kvarena: no metrics are served by this process: %s", error)
+        self.reporter.begin(bound)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Remove the status file and stop serving."""
+        self.reporter.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def announce_reserved(bound: BoundPool) -> None:
+    """A pool stands with its sink: start its report, and tell the hooks."""
+    report = PoolReport(bound, runtime.settings or Settings(enable=True))
+    bound.report = report
+    bound.on_close.append(report.close)
+    arena = bound.arena
+    report.timeline.add("reserved", nbytes=arena.reserved_bytes, address=arena.base)
+    report.timeline.add("sink", nbytes=arena.backed_bytes, address=arena.base, sink=bound.sink_bytes)
+    runtime.manager.hook.kvarena_pool_reserved(pool=bound)
+
+
+def announce_finalized(
+    bound: BoundPool, resize: PostCaptureKVResize, *, milliseconds: float, attempts: int, ranks: int
+) -> None:
+    """A pool has its size on every rank."""
+    report: PoolReport | None = bound.report
+    if report is None:
+        return
+    report.reporter.resized(resize)
+    report.timeline.add(
+        "finalized",
+        nbytes=bound.total_bytes,
+        address=bound.arena.base,
+        milliseconds=milliseconds,
+        gib=f"{bound.total_bytes / (1 << 30):.2f}",
+        backed=bound.arena.backed_bytes,
+        handles=len(bound.arena.mappings),
+        reserved=bound.arena.reserved_bytes,
+        full_tokens=resize.full_max_total_num_tokens,
+        swa_tokens=resize.swa_max_total_num_tokens,
+        retries=attempts,
+        ranks=ranks,
+        free=bound.driver.free_bytes(),
+    )
+
+
+def watch(bound: BoundPool, allocator: Any) -> None:
+    """Show live and free pages of SGLang's allocator in the status."""
+    if bound.report is not None:
+        bound.report.reporter.watch(_Usage(allocator))
+
+
+@final
+class _Usage:
+    """Pages in use, from SGLang's own counters; read on another thread, so no device is asked."""
+
+    def __init__(self, allocator: Any) -> None:
+        self._sides = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
+
+    def page_usage(self) -> Mapping[str, PageUsage]:
+        """Live and free pages of each sub-pool."""
+        found = {}
+        for side in self._sides:
+            live = int(side.allocated_count()) // int(side.page_size)
+            found[side.sub_pool_name] = PageUsage(live, int(side.num_pages) - int(side.min_page_index) - live)
+        return found

@@ -1,0 +1,89 @@
+"""What this process knows: its settings, whether the hooks stand, what was decided, and its pools."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from kvarena.hooks import HookManager
+    from kvarena.plugin.config import Settings
+    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.session import ResizeSession
+    from kvarena.plugin.engines.sglang.targets import Family, Layer
+
+__all__ = ["Runtime", "current_session", "runtime"]
+
+logger = logging.getLogger("kvarena.sglang")
+
+#: The resize that is under way, so that the hooks below it find each other.
+current_session: contextvars.ContextVar[ResizeSession | None] = contextvars.ContextVar(
+    "kvarena_resize_session", default=None
+)
+
+
+@final
+class Runtime:
+    """State of one process; SGLang's hooks are process-wide, so there is one."""
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.family: Family | None = None
+        self.layer: Layer | None = None
+        self.release = ""
+        self.attached = False
+        self.planned: bool | None = None
+        """What the planner said last for a unified pool; None: it was not asked."""
+        self.pools: list[BoundPool] = []
+        self._manager: HookManager | None = None
+        self._problems: list[str] | None = None
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def manager(self) -> HookManager:
+        """kvarena's own hooks, made when first needed: third parties may import a lot."""
+        if self._manager is None:
+            from kvarena.plugin.config import Settings
+            from kvarena.plugin.lifecycle import make_manager
+
+            self._manager = make_manager(self.settings or Settings(enable=True))
+        return self._manager
+
+    def problems(self) -> list[str]:
+        """Why the hooks may not act: targets that were not applied, or that somebody else changed too."""
+        if self.family is None or self.layer is None:
+            return ["kvarena is not attached to this process"]
+        if self._problems is None:
+            from kvarena.plugin.engines.sglang.attach import application_problems
+
+            self._problems = application_problems(self.family, self.layer)
+        return self._problems
+
+    def acts(self) -> bool:
+        """Whether every target of the release stands; otherwise each hook does what stock does."""
+        return self.attached and not self.problems()
+
+    def pool_at(self, address: int) -> BoundPool | None:
+        """The pool whose addresses hold this one."""
+        for pool in self.pools:
+            if pool.arena.base <= address < pool.arena.base + pool.arena.reserved_bytes:
+                return pool
+        return None
+
+    def say_once(self, level: int, message: str) -> None:
+        """Log a line the first time only: SGLang asks its planner several times in each process."""
+        with self._lock:
+            if message in self._said:
+                return
+            self._said.add(message)
+        logger.log(level, "%s", message)
+
+    def reset(self) -> None:
+        """Forget everything; for tests, which attach several times in one process."""
+        self.__init__()
+
+
+runtime = Runtime()

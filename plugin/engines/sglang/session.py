@@ -1,0 +1,278 @@
+"""One resize after capture: sized, backed, resized and registered on every rank, or undone on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, final
+
+from kvarena.errors import KvArenaError
+from kvarena.hooks import BudgetRequest
+from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
+from kvarena.plugin.engines.sglang.report import announce_finalized
+from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.targets import Family
+from kvarena.pool import OutOfMemoryError, PostCaptureKVResize
+from kvarena.pool.errors import PoolStateError
+
+__all__ = ["ResizeSession"]
+
+logger = logging.getLogger("kvarena.sglang")
+
+_RUNNER_FIELDS = (
+    "max_total_num_tokens",
+    "full_max_total_num_tokens",
+    "swa_max_total_num_tokens",
+    "max_running_requests",
+)
+
+
+@final
+class ResizeSession:
+    """The transaction of one resize.
+
+    Left by an exception, it takes every step back, last first, and tells the other ranks, which do the same.
+
+    Parameters
+    ----------
+    bound : BoundPool
+        What is resized.
+    family : Family
+        The release's.
+    ranks : Ranks
+        Who must agree.
+    runner : ModelRunner, optional
+        Whose figures SGLang sets; put back when the resize fails.
+    """
+
+    def __init__(self, bound: BoundPool, family: Family, *, ranks: Ranks, runner: Any = None) -> None:
+        self.bound = bound
+        self.attempts = 0
+        self.backing_ms = 0.0
+        self._family = family
+        self._ranks = ranks
+        self._runner = runner
+        self._solver: Callable[[int], Any] | None = None
+        self._configurator: Any = None
+        self._budget = 0
+        self._config: Any = None
+        self._undo: list[Callable[[], object]] = []
+        self._told = False
+        if runner is not None:
+            self._remember_runner()
+
+    def __enter__(self) -> ResizeSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        for step in reversed(self._undo):
+            try:
+                step()
+            except Exception:
+                logger.exception("kvarena: undoing the resize failed in part.")
+        self._undo.clear()
+        if not self._told and self._ranks.count > 1:
+            # The others are, or will be, in an exchange: they must not wait for a rank that has given up.
+            self._ranks.exchange(Report("failed", failure=str(error) or repr(error)))
+
+    def undo(self, step: Callable[[], object]) -> None:
+        """Remember how to take back what was just done."""
+        self._undo.append(step)
+
+    def solve(self, solver: Callable[[int], Any], configurator: Any, budget: int) -> Any:
+        """A configuration for this budget, with the tokens that every rank can hold.
+
+        Raises
+        ------
+        RanksDisagreeError
+            A rank cannot size its pool.
+        """
+        self._solver, self._configurator = solver, configurator
+        self._budget = self._allowed(budget)
+        self._config = self._solve()
+        return self._config
+
+    def back(self, config: Any) -> None:
+        """Back the configuration's bytes; where a rank runs out of memory, all try again with less.
+
+        `config` is changed in place when less was backed, because SGLang goes on with it.
+
+        Raises
+        ------
+        RanksDisagreeError
+            Not even the smallest attempt succeeded, or a rank failed otherwise; all hold their sink again.
+        """
+        # Run last: whatever was registered before, the sink, is registered again once it is back.
+        self.undo(self._announce_sink)
+        self._let_go()
+        while True:
+            mine, error = self._try_to_back(config)
+            reports = self._ranks.exchange(mine)
+            if not any(report.failure or report.stage != mine.stage for report in reports):
+                break
+            self.bound.revert()
+            if not self._may_retry(reports, mine.stage):
+                self._told = True
+                if error is not None and self._ranks.count == 1:
+                    raise error
+                raise_if_failed(reports, mine.stage)
+            self.attempts += 1
+            self._budget -= self._less(error)
+            logger.warning(
+                "kvarena: backing %d bytes failed on %s; trying a budget of %d bytes.",
+                int(config.unified_memory_pool_bytes),
+                ", ".join(
+                    f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure
+                ),
+                self._budget,
+            )
+            _copy_config(self._solve(), config)
+        self.undo(self.bound.revert)
+        self.bound.take_size(int(config.unified_memory_pool_bytes))
+        self._config = config
+
+    def publish(self) -> PostCaptureKVResize:
+        """Tell every hook, the registrations among them, what the pool has become."""
+        config = self._config
+        resize = PostCaptureKVResize(
+            max_total_num_tokens=getattr(config, "max_total_num_tokens", 0),
+            full_max_total_num_tokens=getattr(config, "full_max_total_num_tokens", None),
+            swa_max_total_num_tokens=getattr(config, "swa_max_total_num_tokens", None),
+            unified_memory_pool_bytes=self.bound.total_bytes,
+        )
+        self.undo(self._let_go)  # before the memory behind a region goes
+        runtime.manager.hook.kvarena_pool_finalized(pool=self.bound, resize=resize)
+        return resize
+
+    def finish(self) -> None:
+        """Mirror the bytes into SGLang's figures, tell everyone, and make sure that all ranks got here.
+
+        Raises
+        ------
+        KvArenaError
+            A hook or a registration failed, here or on another rank.
+        """
+        if not self.bound.finalized:
+            raise PoolStateError("SGLang did not finalize its pool.")
+        config, runner = self._config, self._runner
+        kept = getattr(runner, "memory_pool_config", None)
+        if kept is not None:
+            kept.unified_memory_pool_bytes = self.bound.total_bytes
+        resize = self.publish()
+        reports = self._ranks.exchange(
+            Report("resized", tokens=config.max_total_num_tokens, nbytes=self.bound.total_bytes)
+        )
+        self._told = True
+        raise_if_failed(reports, "resized")
+        announce_finalized(
+            self.bound, resize, milliseconds=self.backing_ms, attempts=self.attempts, ranks=len(reports)
+        )
+
+    def _let_go(self) -> None:
+        for ledger in self.bound.ledgers:
+            ledger.clear()
+
+    def _announce_sink(self) -> None:
+        for failure in runtime.manager.call_every("kvarena_pool_reserved", pool=self.bound):
+            logger.error("kvarena: %s", failure)
+
+    def _allowed(self, budget: int) -> int:
+        """SGLang's budget, or less if a hook or the operator says so."""
+        settings = runtime.settings
+        most = budget if settings is None or settings.pool_bytes is None else min(budget, settings.pool_bytes)
+        request = BudgetRequest(
+            self.bound,  # type: ignore[arg-type]
+            self.bound.driver,
+            headroom_bytes=0 if settings is None else settings.headroom,
+            most_bytes=most,
+        )
+        answer = runtime.manager.hook.kvarena_budget(request=request)
+        return most if answer is None else min(most, int(answer))
+
+    def _solve(self) -> Any:
+        assert self._solver is not None
+        failure, tokens = "", 0
+        config: Any = None
+        try:
+            config = self._solver(self._budget)
+            tokens = int(config.max_total_num_tokens)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            # Its own words go to every rank; SGLang raises RuntimeError when nothing fits.
+            failure = f"{type(error).__name__}: {error}"
+        reports = self._ranks.exchange(Report("sized", failure=failure, tokens=tokens))
+        if any(report.failure or report.stage != "sized" for report in reports):
+            self._told = True
+            raise_if_failed(reports, "sized")
+        if len(reports) > 1:
+            # The same tokens give the same bytes on ranks of one layout; a budget's leftovers would not.
+            config = self._from_tokens(min(report.tokens for report in reports))
+        config.unified_memory_pool_bytes = self._bytes_of(config)
+        return config
+
+    def _from_tokens(self, tokens: int) -> Any:
+        from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+        solver = create_memory_pool_configurator(self._configurator)
+        return solver.calculate_pool_sizes_from_max_tokens(tokens, self.bound.page_size)
+
+    def _bytes_of(self, config: Any) -> int:
+        """The pool's bytes: in the release's own field, or the sum over both sides' tokens."""
+        for name in self._family.budget_fields:
+            value = getattr(config, name, None)
+            if value is not None:
+                return min(int(value), self.bound.reserved_bytes)
+        full, window = (int(self.bound.spec(name).entry_bytes()) for name in ("full", "swa"))
+        tokens = int(config.full_max_total_num_tokens), int(config.swa_max_total_num_tokens)
+        return min(tokens[0] * full + tokens[1] * window, self.bound.reserved_bytes)
+
+    def _try_to_back(self, config: Any) -> tuple[Report, KvArenaError | None]:
+        nbytes = getattr(config, "unified_memory_pool_bytes", None)
+        began = time.perf_counter()
+        try:
+            self.bound.back(nbytes)  # type: ignore[arg-type]
+        except OutOfMemoryError as error:
+            return Report("backed", failure=str(error), retry=True), error
+        except KvArenaError as error:
+            return Report("backed", failure=str(error)), error
+        self.backing_ms = (time.perf_counter() - began) * 1e3
+        return Report("backed", nbytes=self.bound.backed_bytes), None
+
+    def _may_retry(self, reports: list[Report], stage: str) -> bool:
+        retries = 0 if runtime.settings is None else runtime.settings.finalize_retries
+        hopeless = any(report.stage != stage or (report.failure and not report.retry) for report in reports)
+        return self._solver is not None and self.attempts < retries and not hopeless
+
+    def _less(self, error: KvArenaError | None) -> int:
+        """How many bytes to ask for less: what was lacking, at least 1/128, and twice as much each time.
+
+        Ranks that had enough ask for the same again; the minimum over tokens brings them down.
+        """
+        if not isinstance(error, OutOfMemoryError):
+            return 0
+        lacking = max(0, error.requested - error.free) + self.bound.driver.granularity
+        return max(lacking, self._budget >> 7) << (self.attempts - 1)
+
+    def _remember_runner(self) -> None:
+        for owner, names in (
+            (self._runner, _RUNNER_FIELDS),
+            (
+                getattr(self._runner, "memory_pool_config", None),
+                (*_RUNNER_FIELDS, "unified_memory_pool_bytes"),
+            ),
+        ):
+            for name in names:
+                if owner is not None and hasattr(owner, name):
+                    before = getattr(owner, name)
+                    self.undo(lambda owner=owner, name=name, before=before: setattr(owner, name, before))  # type: ignore[misc]
+
+
+def _copy_config(source: Any, target: Any) -> None:
+    for name, value in vars(source).items():
+        setattr(target, name, value)

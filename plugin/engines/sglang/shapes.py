@@ -1,0 +1,104 @@
+"""Does a release still look as a family says? Checked before anything is changed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+from kvarena.plugin.engines.sglang.targets import Family, Kind, Shape, Target
+
+__all__ = ["differences", "missing", "resolve"]
+
+
+def resolve(path: str) -> Any:
+    """The object at a dotted path; its module is imported.
+
+    Raises
+    ------
+    LookupError
+        There is none; the message says at which step, and why.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"{path} is missing ({error})") from error
+    except Exception as error:
+        # Whatever a module raises while it is imported.
+        raise LookupError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
+
+
+def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> list[str]:
+    """What differs from the family, one line each; empty: everything is as expected."""
+    found = []
+    for shape in (*family.targets, *family.needs) if shapes is None else shapes:
+        optional = isinstance(shape, Target) and shape.optional
+        try:
+            value = resolve(shape.path)
+        except LookupError as error:
+            if not optional:
+                found.append(str(error))
+            continue
+        if isinstance(shape, Target) and shape.kind is Kind.PROPERTY:
+            if not isinstance(value, property) and callable(value):
+                found.append(f"{shape.path} is no property")
+            continue
+        found += _signature_differences(shape, value)
+    if shapes is None:
+        found += [f"{path} exists" for path in family.lacks if _exists(path)]
+    return found
+
+
+def missing(family: Family) -> tuple[Target, ...]:
+    """The optional targets that this release or process does not have."""
+    return tuple(target for target in family.targets if target.optional and not _exists(target.path))
+
+
+def _exists(path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    try:
+        value = resolve(owner)
+    except LookupError:
+        return False
+    # Inherited members do not count: a later release is known by what its own class defines.
+    return name in vars(value)
+
+
+def _signature_differences(shape: Shape, value: Any) -> list[str]:
+    # HookRegistry sets __wrapped__, so a target that somebody has hooked already still shows its own.
+    try:
+        actual = inspect.signature(value)
+    except (TypeError, ValueError) as error:
+        return [f"{shape.path} has no signature ({error})"]
+    wanted = _parse(shape.signature)
+    have = {
+        name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default is not parameter.empty)
+        for name, parameter in actual.parameters.items()
+    }
+    lost = [name for name in wanted if name not in have]
+    # A new parameter with a default passes through our handlers untouched; one without would be required.
+    new = [name for name, (_, default) in have.items() if name not in wanted and not default]
+    moved = [name for name, keyword in wanted.items() if name in have and have[name][0] != keyword]
+    positions = [name for name in have if name in wanted and not wanted[name]]
+    if not (lost or new or moved) and positions == [name for name, keyword in wanted.items() if not keyword]:
+        return []
+    return [f"{shape.path}{actual_text(actual)} was expected as ({shape.signature})"]
+
+
+def actual_text(signature: inspect.Signature) -> str:
+    """A signature without annotations, for a line in a log."""
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(bare))
+
+
+def _parse(signature: str) -> dict[str, bool]:
+    """Parameter name to whether it is keyword-only."""
+    function = ast.parse(f"def _({signature}): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
+    names = {argument.arg: False for argument in (*arguments.posonlyargs, *arguments.args)}
+    return names | {argument.arg: True for argument in arguments.kwonlyargs}
