@@ -9,7 +9,16 @@ from functools import partial
 from kvarena.plugin.planning.errors import PlanError
 from kvarena.plugin.planning.ranks import RankGeometry, SubPool
 
-__all__ = ["Capacity", "Split", "capacity", "fits", "floor_bytes", "requests_of", "smallest_bytes"]
+__all__ = [
+    "Capacity",
+    "Split",
+    "capacity",
+    "fits",
+    "floor_bytes",
+    "most_slots",
+    "requests_of",
+    "smallest_bytes",
+]
 
 #: SGLang's defaults for --swa-full-tokens-ratio and --mamba-full-memory-ratio, 0.5.16 to 0.5.23.
 SWA_FULL_TOKENS_RATIO = 0.8
@@ -149,6 +158,17 @@ def capacity(
         named = {name: n for rank in ranks for name, n in slots(rank, tokens).items()}
         window = min(named[p.name] for rank in ranks for p in rank.token_pools if p.window is not None)
     return Capacity(tokens, window, states, max(totals))
+
+
+def most_slots(rank: RankGeometry, total_bytes: int, page_size: int) -> dict[str, int]:
+    """Slots of each sub-pool when the others are empty: what a finalized pool calls its sides' sizes."""
+    sink = rank.sink_bytes(page_size)
+    found = {}
+    for pool in rank.sub_pools:
+        page = pool.page_bytes(page_size)
+        pages = max(total_bytes // page - -(-sink // page), 0)
+        found[pool.name] = pages if pool.per_request else pages * page_size
+    return found
 
 
 def requests_of(

@@ -52,7 +52,8 @@ def _list_of(key: str) -> Reader:
                 raise fields.error(
                     key,
                     f"names a kind of layer that is not known here: {str(value)[:40]!r}",
-                    fix=f"Known are {', '.join(sorted(_WORDS))}; or give the geometry by options.",
+                    fix="Known are those of transformers, like full_attention, sliding_attention or mamba; "
+                    "or give the geometry by options.",
                 )
             words.append(word)
         return _cut(fields, key, words, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvarena.plugin.planning.capacity import Capacity, Split, capacity, floor_bytes, requests_of
+from kvarena.plugin.planning.capacity import Capacity, Split, capacity, floor_bytes, most_slots, requests_of
 from kvarena.plugin.planning.errors import PlanError
 from kvarena.plugin.planning.geometry import ModelGeometry
 from kvarena.plugin.planning.ranks import DTYPE_BYTES, CacheDtypes, RankGeometry, stages
@@ -74,6 +74,8 @@ class Sizing:
         The share of the card that SGLang allows for weights and cache.
     kept_back : tuple
         ``(name, bytes)`` of what is not given to weights and cache.
+    most_slots : tuple
+        On each stage, slots of each sub-pool when the others are empty.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Sizing:
     requests: int
     mem_fraction_static: float | None = None
     kept_back: tuple[tuple[str, int], ...] = ()
+    most_slots: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -285,4 +288,8 @@ def _sized(
         requests=requests,
         mem_fraction_static=fraction,
         kept_back=tuple(kept),
+        most_slots=tuple(
+            tuple(most_slots(rank, budget, request.page_size).items())
+            for rank, budget in zip(ranks, budgets, strict=True)
+        ),
     )

@@ -68,14 +68,15 @@ def test_kv_heads_of_one_rank(name, tp, heads, config, rank):
         with pytest.raises(GeometryError, match=rf"num_key_value_heads is {kv_heads}\b.*size {tp}\b"):
             rank(config(name), tp=tp)
         return
-    pools = [pool for pool in rank(config(name), tp=tp).token_pools]
-    assert {pool.row.kv_heads for pool in pools} == {heads}
+    assert {pool.row.kv_heads for pool in rank(config(name), tp=tp).token_pools} == {heads}
 
 
 @pytest.mark.parametrize("name", [name for name, facts in EXPECTED.items() if "mla" in facts])
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_latent_is_the_same_on_every_rank(name, tp, config, rank):
-    assert rank(config(name), tp=tp).get("full").entry_bytes == EXPECTED[name]["bytes_per_token_all_full_layers"]
+    assert (
+        rank(config(name), tp=tp).get("full").entry_bytes == EXPECTED[name]["bytes_per_token_all_full_layers"]
+    )
 
 
 @pytest.mark.parametrize(
