@@ -12,7 +12,7 @@ from kvarena.errors import KvArenaError
 __all__ = ["main"]
 
 #: Each is a module of this package with ``add_parser(subparsers)`` and ``run(args) -> int``.
-COMMANDS = ("demo", "plan")
+COMMANDS = ("demo", "doctor", "plan", "status")
 
 EXIT_BAD_INPUT = 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import msgspec
 from kvarena.plugin.config import Settings, load_settings, parse_bytes
@@ -12,6 +13,7 @@ from kvarena.plugin.demo_report import DemoConsole
 from kvarena.plugin.demo_run import Demo
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
 from kvarena.plugin.engines.embedded.requests import Request, prompt_tokens
+from kvarena.plugin.picture import check_picture, draw_arena
 
 __all__ = ["add_parser", "run"]
 
@@ -76,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--port", type=int, default=0, metavar="N", help="control port on 127.0.0.1 (default: a free one)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both arenas over time (.png, .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +91,18 @@ def run(args: argparse.Namespace) -> int:
     """
     settings = _settings(args)
     config, requests = _plan(args, settings)
+    if args.plot is not None:
+        check_picture(args.plot)
     with DemoConsole(quiet=args.json, requests=len(requests)) as console:
-        report = Demo(config, settings, requests, port=args.port, on_event=console.event).run()
+        demo = Demo(config, settings, requests, port=args.port, on_event=console.event)
+        report = demo.run()
         console.report(report)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    if args.plot is not None:
+        draw_arena(
+            [demo.histories[role] for role in ("prefill", "decode") if role in demo.histories], args.plot
+        )
     return 0 if report.ok else 1
 
 

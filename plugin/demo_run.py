@@ -21,6 +21,7 @@ from kvarena.plugin.engines.embedded.config import EngineConfig
 from kvarena.plugin.engines.embedded.link import Hub
 from kvarena.plugin.engines.embedded.requests import Request, Result
 from kvarena.plugin.engines.embedded.worker import ROLES, Role, WorkerConfig
+from kvarena.plugin.status.model import ArenaHistory
 
 __all__ = ["Demo", "StartupError"]
 
@@ -75,6 +76,8 @@ class Demo:
         self._hub = Hub(port=port)
         self.processes: dict[Role, subprocess.Popen[bytes]] = {}
         """The workers, as long as `run` lasts."""
+        self.histories: dict[Role, ArenaHistory] = {}
+        """The arena of each worker over time, once it has ended."""
         self._logs: dict[Role, IO[bytes]] = {}
         self._ready: dict[Role, control.Ready] = {}
         self._stopped: dict[Role, control.Stopped] = {}
@@ -100,7 +103,7 @@ class Demo:
         """
         began = time.monotonic()
         try:
-            for role in ROLES:
+            for role in _PAIR:
                 self._spawn(role)
             failure = self._serve()
             return judge(
@@ -118,11 +121,10 @@ class Demo:
 
     def _serve(self) -> list[str]:
         """Everything between start and verdict; returns what went wrong with the workers."""
-        self._until(lambda: len(self._ready) == len(ROLES), limit=_STARTUP_S)
-        failed = self._failed()
-        if failed:
-            raise StartupError("\n".join(failed))
+        self._until_ready(_PAIR)
         self._check_capacity()
+        # Its imports take a while, during which the pair works.
+        self._spawn("reference")
         address = self._ready["decode"].address
         assert address is not None
         self._send("prefill", control.Connect(address))
@@ -138,6 +140,7 @@ class Demo:
             self._until(lambda: all(self._over(role) for role in _PAIR), limit=limit, heed_failures=False)
             return self._failed()
         self._stop(_PAIR)
+        self._until_ready(("reference",))
         for role in _PAIR:
             self._compare_eager(self._ready[role].pool["capacities"]["total_bytes"])
         for request in self._requests:
@@ -145,6 +148,15 @@ class Demo:
         self._until(lambda: self._served("reference"))
         self._stop(("reference",))
         return self._failed()
+
+    def _until_ready(self, roles: tuple[Role, ...]) -> None:
+        self._until(lambda: all(role in self._ready for role in roles), limit=_STARTUP_S)
+        failed = self._failed()
+        if failed:
+            raise StartupError("\n".join(failed))
+        late = [role for role in roles if role not in self._ready]
+        if late:
+            raise StartupError(f"{' and '.join(late)}: not ready within {_STARTUP_S:g} s.")
 
     def _check_capacity(self) -> None:
         tokens = sum(len(request.tokens) for request in self._requests)
@@ -165,6 +177,10 @@ class Demo:
         settings = self._settings
         if role == "reference":
             settings = msgspec.structs.replace(settings, transfer=())
+        if settings.metrics_port:
+            # Each process serves its own: prefill at the port that is set, the others behind it.
+            port = settings.metrics_port + ROLES.index(role)
+            settings = msgspec.structs.replace(settings, metrics_port=port)
         config = WorkerConfig(role, self._config, settings, self._hub.address)
         # What libraries print is shown only if the worker dies of something.
         log = self._logs[role] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -192,15 +208,12 @@ class Demo:
     def _until(
         self, condition: Callable[[], bool], *, limit: float | None = None, heed_failures: bool = True
     ) -> None:
-        """Take messages until a condition holds, a worker fails, or time is up (which is a failure, too)."""
+        """Take messages until a condition holds, a worker fails, or time is up."""
         end = None if limit is None else time.monotonic() + limit
         while not condition():
             if heed_failures and self._failed():
                 return
             if end is not None and time.monotonic() > end:
-                for role in ROLES:
-                    if not self._over(role) and role not in self._ready:
-                        raise StartupError(f"the {role} worker was not ready within {limit:g} s.")
                 return
             # Asked first: what a process said before its end has then arrived.
             ended = {role for role, process in self.processes.items() if process.poll() is not None}
@@ -227,6 +240,8 @@ class Demo:
             self._eager[message.total_bytes] = message.capacities
         elif isinstance(message, control.Stopped):
             self._stopped[role] = message
+            if message.history is not None:
+                self.histories[role] = message.history
         self._on_event(role, message)
 
     def _epitaph(self, role: Role) -> str:

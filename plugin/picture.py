@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PictureError", "draw_arena"]
+__all__ = ["PictureError", "check_picture", "draw_arena"]
 
 _SUB_POOLS: Final = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
 _NO_MEMORY: Final = "#f3f3f3"
@@ -66,6 +66,19 @@ def draw_arena(history: ArenaHistory | Sequence[ArenaHistory], path: Path) -> No
         _Panel(axes, each, began, ended).draw()
     panels[-1].set_xlabel("seconds")
     _save(figure, path)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse early what `draw_arena` would refuse at the end of a long run.
+
+    Raises
+    ------
+    PictureError
+        matplotlib is not installed, the format is unknown, or the folder is not there.
+    """
+    _figure(path, 1)
+    if not path.parent.is_dir():
+        raise PictureError(f"there is no folder {path.parent}.", fix="Name a file in an existing folder.")
 
 
 class _Panel:

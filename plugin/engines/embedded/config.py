@@ -6,10 +6,13 @@ No torch here: the demo's parent process reads these too.
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from kvarena.errors import KvArenaError
+
+if TYPE_CHECKING:
+    from kvarena.pool import SizingRequest
 
 __all__ = ["BOS", "EOS", "FULL", "PAD", "VOCABULARY", "WINDOW", "EngineConfig", "ModelConfig", "SettingError"]
 
@@ -178,6 +181,46 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.reserved_bytes
         # One more page of each kind for slot 0, which no sequence gets.
         return self.max_running * self.sequence_bytes(self.context_length) + sum(self.page_bytes())
+
+    def least_bytes(self, *, granularity: int, headroom: int) -> int:
+        """The least memory in which one request of one chunk can be served.
+
+        Parameters
+        ----------
+        granularity : int
+            Bytes, of the driver.
+        headroom : int
+            Bytes to leave free beside the pool.
+        """
+        from kvarena.pool.budget import PoolCost, SubPoolCost
+
+        full, window = self.page_bytes()
+        chain = (SubPoolCost(FULL, full, self.page_size), SubPoolCost(WINDOW, window, self.page_size))
+        cost = PoolCost(chain, self.page_size)
+        # While the sink's handle is swapped for the pool's, both exist.
+        parts = (cost.total_bytes(self.chunk), cost.sink_bytes, headroom)
+        return sum(-(-part // granularity) * granularity for part in parts)
+
+    def sizing_request(self, *, driver: str | None, transfer_backend: str | None) -> SizingRequest:
+        """What the planners are asked about this engine.
+
+        Parameters
+        ----------
+        driver : str or None
+            Of the device's memory.
+        transfer_backend : str or None
+            The transfer engine.
+        """
+        from kvarena.pool.refusals import SizingRequest
+
+        return SizingRequest(
+            enabled=True,
+            device=self.device,
+            driver=driver,
+            chunked_prefill_size=self.chunk,
+            prefill_captured_sizes=(self.chunk,),
+            transfer_backend=transfer_backend,
+        )
 
     def evolve(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed, checked like a new one."""

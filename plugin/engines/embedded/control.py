@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from kvarena.plugin.engines.embedded.requests import Request, Result
+from kvarena.plugin.status.model import ArenaHistory
 
 __all__ = [
     "Abort",
@@ -114,6 +115,8 @@ class Stopped(_Message, frozen=True):
     refused: bool
     """Whether the settings are at fault, rather than something that happened."""
     pool: dict[str, Any]
+    history: ArenaHistory | None = None
+    """The worker's arena over time, for a picture."""
 
 
 class Hello(_Message, frozen=True):

@@ -23,8 +23,6 @@ from kvarena.plugin.engines.embedded.runner import StepRunner
 from kvarena.plugin.lifecycle import PoolLifecycle
 from kvarena.pool import (
     MHASubPoolSpec,
-    PoolCost,
-    SizingRequest,
     UnifiedSWATokenToKVPoolAllocator,
     resize_for,
 )
@@ -58,6 +56,8 @@ class Engine:
         By default the built-in answers and the installed plugins.
     progress : callable, optional
         Takes a line for each stage.
+    name : str
+        What ``kvarena status`` calls this process.
 
     Raises
     ------
@@ -77,6 +77,7 @@ class Engine:
         model: Decoder | None = None,
         manager: HookManager | None = None,
         progress: Callable[[str], None] = lambda what: None,
+        name: str = "embedded",
     ) -> None:
         self.config = config
         self.settings = settings
@@ -86,7 +87,7 @@ class Engine:
         self._progress = progress
         self._batch: dict[str, int] = {}
         self._problems: list[str] = []
-        self.lifecycle = PoolLifecycle(settings, device=self.model.device, manager=manager)
+        self.lifecycle = PoolLifecycle(settings, device=self.model.device, manager=manager, name=name)
         try:
             self._start()
         except BaseException:
@@ -144,6 +145,7 @@ class Engine:
         self._progress("reserving addresses" if not eager else "allocating an eager pool")
         self.pool = self._reserve(eager)
         self.allocator = UnifiedSWATokenToKVPoolAllocator(self.pool, FULL, WINDOW)
+        self.lifecycle.reporter.watch(self.allocator)
         self.kv = PagedKV(self.config, self.pool, self.allocator)
         self.runner = StepRunner(self.config, self.model, self.kv, captured=self._captured)
         self._addresses = addresses(self.pool, self.allocator, self.kv)
@@ -155,17 +157,10 @@ class Engine:
         self._progress(f"ready with {self.book.capacity_tokens()} tokens")
 
     def _refusals(self) -> tuple[Refusal, ...]:
-        config = self.config
-        return self.lifecycle.plan(
-            SizingRequest(
-                enabled=True,
-                device=config.device,
-                driver=self.lifecycle.driver.name,
-                chunked_prefill_size=config.chunk,
-                prefill_captured_sizes=(config.chunk,),
-                transfer_backend=next(iter(self.settings.transfer), None),
-            )
+        request = self.config.sizing_request(
+            driver=self.lifecycle.driver.name, transfer_backend=next(iter(self.settings.transfer), None)
         )
+        return self.lifecycle.plan(request)
 
     def _reserve(self, eager: bool) -> UnifiedKVPool:
         nbytes = self.config.planned_bytes()
@@ -210,11 +205,8 @@ class Engine:
 
     def _too_small(self, error: Exception) -> SettingError:
         """One request does not fit: the least memory limit with which it would."""
-        cost = PoolCost.of(sub_pool_specs(self.config), self.config.page_size)
         granularity = self.lifecycle.driver.granularity
-        # While the sink's handle is swapped for the pool's, both exist.
-        parts = (cost.total_bytes(self.config.chunk), cost.sink_bytes, self.settings.headroom)
-        least = sum(-(-part // granularity) * granularity for part in parts)
+        least = self.config.least_bytes(granularity=granularity, headroom=self.settings.headroom)
         limit = self.settings.memory_limit if self.config.device == "cpu" else self.settings.pool_bytes
         given = f"a memory limit of {limit} bytes" if limit is not None else "the memory that is free"
         return SettingError(

@@ -70,16 +70,18 @@ class _Worker:
             error, status = str(failure), EXIT_FAILED
             if isinstance(failure, (ConfigError, SettingError)):
                 status = EXIT_REFUSED
-        report = {}
+        report, history = {}, None
         if self._engine is not None:
             report = self._engine.report()
+            history = self._engine.lifecycle.reporter.history()
             try:
                 self._engine.close()
             except KvArenaError as failure:
                 error, status = error or str(failure), status or EXIT_FAILED
         if error:
             logger.warning("%s", error)
-        self._client.send(control.Stopped(error=error, refused=status == EXIT_REFUSED, pool=report))
+        refused = status == EXIT_REFUSED
+        self._client.send(control.Stopped(error=error, refused=refused, pool=report, history=history))
         return status
 
     def _make_engine(self, *, eager_bytes: int | None = None, model: Decoder | None = None) -> Engine:
@@ -92,6 +94,7 @@ class _Worker:
             eager_bytes=eager_bytes,
             model=model,
             progress=lambda what: self._client.send(control.Progress(what)),
+            name=self._config.role,
         )
         self._engine = engine
         return engine

@@ -1,0 +1,111 @@
+"""Whether a configuration would be sized after capture: the settings, and every reason against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarena.errors import KvArenaError
+from kvarena.plugin.config import Settings, load_settings
+from kvarena.plugin.doctor.findings import Finding
+
+if TYPE_CHECKING:
+    from kvarena.pool import Refusal
+
+__all__ = ["examine_embedded", "examine_settings", "refusals"]
+
+
+def examine_settings(
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Settings, list[Finding]]:
+    """Read the settings as an engine would; bad ones are a finding, and the defaults are used."""
+    try:
+        settings = load_settings(environ)
+    except KvArenaError as error:
+        broken = Finding(topic="settings", verdict="broken", what=error.what, fix=error.fix)
+        return Settings(), [broken]
+    changed = [
+        f"KVARENA_{name.upper()}={_shown(getattr(settings, name))}"
+        for name in Settings.__struct_fields__
+        if getattr(settings, name) != getattr(Settings(), name)
+    ]
+    what = ", ".join(changed) if changed else "all at their defaults (see the operator guide)"
+    return settings, [Finding(topic="settings", verdict="ok", what=what), *_directory(settings)]
+
+
+def examine_embedded(settings: Settings, found: dict[str, Any]) -> Iterator[Finding]:
+    """Would the embedded engine be sized after capture on this device?
+
+    Parameters
+    ----------
+    settings : Settings
+        The operator's.
+    found : dict
+        What `probe_device` says of the device.
+    """
+    from kvarena.plugin.engines.embedded.config import EngineConfig
+    from kvarena.plugin.lifecycle import collect_refusals, make_manager
+
+    device = str(found["device"]).partition(":")[0]
+    config = EngineConfig(device=device)  # type: ignore[arg-type]
+    request = config.sizing_request(
+        driver=found["driver"], transfer_backend=next(iter(settings.transfer), None)
+    )
+    try:
+        reasons = collect_refusals(make_manager(settings), request)
+    except KvArenaError as error:
+        yield Finding(topic="engine", verdict="broken", what=f"embedded: {error.what}", fix=error.fix)
+        return
+    yield from refusals("embedded", reasons)
+    free = int(found["free_bytes"])
+    if settings.memory_limit is not None and device == "cpu":
+        free = min(free, settings.memory_limit)
+    least = config.least_bytes(granularity=int(found["granularity"]), headroom=settings.headroom)
+    if free < least:
+        yield Finding(
+            topic="engine",
+            verdict="broken",
+            what=f"embedded: one request needs {least} bytes with the headroom, {free} are there",
+            fix=f"Raise KVARENA_MEMORY_LIMIT to at least {least}, or lower KVARENA_HEADROOM.",
+        )
+
+
+def refusals(engine: str, reasons: Iterable[Refusal]) -> Iterator[Finding]:
+    """One finding for each reason, or the one that there is none."""
+    reasons = list(reasons)
+    if not reasons:
+        yield Finding(topic="engine", verdict="ok", what=f"{engine}: sized after capture, nothing refuses it")
+    for each in reasons:
+        yield Finding(
+            topic="engine",
+            verdict="refused",
+            what=f"{engine}: {each.reason} [{each.code}]",
+            fix=f"Change {each.setting}." if each.setting else "",
+            data={"code": each.code, "setting": each.setting},
+        )
+
+
+def _directory(settings: Settings) -> Iterator[Finding]:
+    """Sockets and status files need a directory that only we can enter; one that is not there is made."""
+    from kvarena.plugin.status.files import directory_of
+    from kvarena.transfer._same_host_path import check_directory
+
+    directory: Path = directory_of(settings)
+    if not directory.exists() and not directory.is_symlink():
+        return
+    try:
+        check_directory(directory)
+    except KvArenaError as error:
+        yield Finding(
+            topic="settings",
+            verdict="broken" if "same-host" in settings.transfer or settings.same_host else "warning",
+            what=f"no sockets or status files can be kept in {directory}: {error.what}",
+            fix=error.fix or "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700.",
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
