@@ -204,7 +204,7 @@ class ArenaContract:
                 arena.grow(3 * size)
                 arena.grow(4 * size)
                 arena.tensor[: 4 * size] = 8
-                before = arena.mappings
+                before, free = arena.mappings, driver.free_bytes()
                 driver.fail_at = number
                 try:
                     steps[step](arena)
@@ -214,6 +214,8 @@ class ArenaContract:
                     assert arena.state is ArenaState.BACKED
                     assert arena.tensor.data_ptr() == arena.base
                     assert int(arena.tensor[: 4 * size].min()) == 8
+                    if driver.name == "host":
+                        assert driver.driver.free_bytes() == free
                 else:
                     # Either no call was left to fail, or one that releases did: the new state stands.
                     assert arena.mappings != before
@@ -225,6 +227,40 @@ class ArenaContract:
                 break
         assert failures >= 2
         assert number > failures
+
+    @pytest.mark.parametrize("step", ["back", "grow"])
+    def test_a_failing_set_access_changes_nothing(
+        self, driver: FailingDriver, step: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """invergent-ai/surogate#117: what was mapped when a later step failed stayed, unrecorded."""
+        beneath = driver.driver
+        if not hasattr(beneath, "_set_access"):
+            pytest.skip("this driver has no second step")
+        size = driver.granularity
+        set_access, calls = beneath._set_access, []
+
+        def refuse_once(address: int, nbytes: int) -> None:
+            calls.append(nbytes)
+            if len(calls) == 1:
+                raise DriverError("set_access", "INJECTED")
+            set_access(address, nbytes)
+
+        with Arena(driver, 16 * size) as arena:
+            arena.back(size)
+            arena.tensor[:size] = 6
+            before, free = arena.mappings, driver.free_bytes()
+            with monkeypatch.context() as patch:
+                patch.setattr(beneath, "_set_access", refuse_once)
+                with pytest.raises(DriverError, match="INJECTED"):
+                    getattr(arena, step)(8 * size)
+            assert arena.mappings == before
+            assert arena.state is ArenaState.BACKED
+            assert int(arena.tensor[:size].min()) == 6
+            if driver.name == "host":
+                assert driver.free_bytes() == free
+            getattr(arena, step)(4 * size)
+            assert arena.backed_bytes == 4 * size
+            arena.tensor[: 4 * size] = 1
 
     def test_a_release_that_fails_is_tried_again(self, driver: FailingDriver) -> None:
         size = driver.granularity

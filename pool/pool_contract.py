@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kvarena.errors import KvArenaError
-from kvarena.pool.arena import ArenaState
 from kvarena.pool.errors import (
     ArenaStateError,
-    DriverError,
     LayoutError,
-    OutOfMemoryError,
     PoolSizeError,
     PoolStateError,
 )
@@ -25,7 +21,7 @@ from kvarena.pool.unified_kv_pool import UnifiedKVPool
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
 
-__all__ = ["PoolContract", "exposed_capacities"]
+__all__ = ["PoolContract", "PoolFixtures", "addresses_of", "exposed_capacities", "sized"]
 
 FULL = MHASubPoolSpec("full", "up", 2, 2, 16, torch.bfloat16)
 SWA = MHASubPoolSpec("swa", "down", 3, 2, 16, torch.bfloat16, v_head_dim=8)
@@ -55,8 +51,8 @@ def exposed_capacities(pool: UnifiedKVPool) -> dict[str, Any]:
     return found
 
 
-class PoolContract:
-    """Tests of the pool that hold for every driver: the plan of the change that began it, and more."""
+class PoolFixtures:
+    """What both contracts of the pool stand on."""
 
     expression: str
     """How to make the driver: a dotted name and a call."""
@@ -102,6 +98,10 @@ class PoolContract:
             bs1_floor_terms=[("full", 9), ("swa", 5)],
         )
 
+
+class PoolContract(PoolFixtures):
+    """Tests of the pool that hold for every driver: the plan of the change that began it, and more."""
+
     def test_only_the_sink_is_backed_before_capture(self, driver: Driver, pool: UnifiedKVPool) -> None:
         assert [spec.name for spec in pool.sub_pool_specs] == ["full", "swa"]
         assert pool.sink_bytes == max(pool.page_bytes("full"), pool.page_bytes("swa")) == 4 * 3 * 2 * 24 * 2
@@ -119,7 +119,7 @@ class PoolContract:
 
     def test_a_finalized_pool_equals_an_eager_one(self, driver: Driver, pool: UnifiedKVPool) -> None:
         final = 17 * driver.granularity + 333
-        pool.finalize_backing(_config(final))
+        pool.finalize_backing(sized(final))
         eager = self.make(driver, granules=17, extra=333, active=False)
         assert exposed_capacities(pool) == exposed_capacities(eager)
         assert pool.active_allocation_bytes == final
@@ -127,18 +127,18 @@ class PoolContract:
 
     def test_addresses_never_move(self, driver: Driver, pool: UnifiedKVPool) -> None:
         size = driver.granularity
-        before = _addresses(pool)
-        pool.finalize_backing(_config(17 * size))
-        assert _addresses(pool) == before
+        before = addresses_of(pool)
+        pool.finalize_backing(sized(17 * size))
+        assert addresses_of(pool) == before
         pool.grow(20 * size)
-        assert _addresses(pool) == before
+        assert addresses_of(pool) == before
         pool.give_back(17 * size)
         pool.revert_finalize()
-        assert _addresses(pool) == before
+        assert addresses_of(pool) == before
 
     def test_the_whole_span_is_zero_and_writable(self, driver: Driver, pool: UnifiedKVPool) -> None:
         final = 17 * driver.granularity + 333
-        pool.finalize_backing(_config(final))
+        pool.finalize_backing(sized(final))
         assert int(pool.raw[: pool.post_capture_backed_bytes].max()) == 0
         for name in ("full", "swa"):
             pages = pool.num_pages(name)
@@ -165,21 +165,21 @@ class PoolContract:
     def test_bad_sizes_are_refused_and_change_nothing(self, driver: Driver, pool: UnifiedKVPool) -> None:
         before = exposed_capacities(pool)
         most, least = pool.reserved_bytes, pool.floor_bytes
-        for config in (SimpleNamespace(), _config(None), _config(1.5 * least), _config(True), None):
+        for config in (SimpleNamespace(), sized(None), sized(1.5 * least), sized(True), None):
             with pytest.raises(PoolSizeError, match=r"missing.*unified_memory_pool_bytes") as caught:
                 pool.finalize_backing(config)
             assert (caught.value.requested, caught.value.least, caught.value.most) == (None, least, most)
         for size in (most + 1, 1 << 62):
             with pytest.raises(PoolSizeError, match=f"{size}.*more than the {most}") as caught:
-                pool.finalize_backing(_config(size))
+                pool.finalize_backing(sized(size))
             assert (caught.value.requested, caught.value.most) == (size, most)
         for size in (least - 1, 0, -1):
             with pytest.raises(PoolSizeError, match=f"{size}.*one request needs {least}") as caught:
-                pool.finalize_backing(_config(size))
+                pool.finalize_backing(sized(size))
             assert (caught.value.requested, caught.value.least) == (size, least)
         assert exposed_capacities(pool) == before
         assert float(pool.k_view("full", 1)[0].min()) == 3
-        pool.finalize_backing(_config(least))
+        pool.finalize_backing(sized(least))
         assert pool.total_bytes == least
 
     def test_the_floor_is_exactly_one_request(self, driver: Driver) -> None:
@@ -201,7 +201,7 @@ class PoolContract:
         before = exposed_capacities(pool)
         size = pool.floor_bytes + 1
         steps: list[Callable[[], None]] = [
-            lambda: pool.finalize_backing(_config(size)),
+            lambda: pool.finalize_backing(sized(size)),
             lambda: pool.grow(size),
             lambda: pool.give_back(size),
             pool.revert_finalize,
@@ -224,17 +224,17 @@ class PoolContract:
             with pytest.raises(PoolStateError, match=r"not final yet.*finalize_backing"):
                 step()
         assert exposed_capacities(pool) == before
-        pool.finalize_backing(_config(17 * size))
+        pool.finalize_backing(sized(17 * size))
         with pytest.raises(PoolStateError, match=r"final already.*grow"):
-            pool.finalize_backing(_config(18 * size))
+            pool.finalize_backing(sized(18 * size))
         pool.close()
-        for step in [*steps, lambda: pool.finalize_backing(_config(size))]:
+        for step in [*steps, lambda: pool.finalize_backing(sized(size))]:
             with pytest.raises(PoolStateError, match="closed"):
                 step()
 
     def test_growth_keeps_and_give_back_keeps(self, driver: Driver, pool: UnifiedKVPool) -> None:
         size = driver.granularity
-        pool.finalize_backing(_config(10 * size + 5))
+        pool.finalize_backing(sized(10 * size + 5))
         pool.raw[: 10 * size + 5] = 6
         small = exposed_capacities(pool)
         pool.grow(15 * size + 1)
@@ -260,7 +260,7 @@ class PoolContract:
 
     def test_growth_within_a_granule_takes_no_handle(self, driver: Driver, pool: UnifiedKVPool) -> None:
         size = driver.granularity
-        pool.finalize_backing(_config(10 * size + 5))
+        pool.finalize_backing(sized(10 * size + 5))
         mappings = pool.arena.mappings
         pool.grow(11 * size)
         assert pool.arena.mappings == mappings
@@ -277,7 +277,7 @@ class PoolContract:
                 assert infos == ([pool.arena.base], [pool.active_allocation_bytes], [pool.page_bytes(name)])
             assert pool.active_allocation_bytes <= pool.post_capture_backed_bytes
             if not pool.finalized:
-                pool.finalize_backing(_config(9 * driver.granularity + 1))
+                pool.finalize_backing(sized(9 * driver.granularity + 1))
         assert pool.slots_per_page("mamba") == 1
         assert pool.max_slots("mamba") == pool.total_bytes // MAMBA.entry_bytes()
         state = pool.view("mamba", 1, "temporal")[: pool.num_pages("mamba")]
@@ -291,101 +291,14 @@ class PoolContract:
             pool.k_view("mamba", 0)
         pool.close()
 
-    def test_out_of_memory_at_finalize_can_be_tried_with_less(self, driver: Driver) -> None:
-        size = driver.granularity
-        pool = self.make(driver, granules=driver.free_bytes() // size + 1024)
-        pool.k_view("full", 1)[0] = 3
-        before = exposed_capacities(pool)
-        with pytest.raises(OutOfMemoryError, match="free"):
-            pool.finalize_backing(_config(pool.reserved_bytes))
-        assert exposed_capacities(pool) == before
-        assert float(pool.k_view("full", 1)[0].min()) == 3
-        pool.finalize_backing(_config(8 * size))
-        assert pool.total_bytes == 8 * size
-        pool.close()
 
-    def test_finalize_can_be_reverted_even_without_free_memory(self, driver: Driver) -> None:
-        size = driver.granularity
-        pool = self.make(driver, granules=driver.free_bytes() // size)
-        before = exposed_capacities(pool)
-        pool.finalize_backing(_config(driver.free_bytes()))
-        if free := driver.free_bytes() // size * size:
-            pool.grow(pool.post_capture_backed_bytes + free)
-        pool.revert_finalize()
-        assert exposed_capacities(pool) == before
-        assert int(pool.raw[: pool.sink_bytes].max()) == 0
-        pool.finalize_backing(_config(8 * size))
-        pool.close()
-
-    @pytest.mark.parametrize("active", [False, True])
-    def test_a_failure_at_any_call_of_the_constructor_leaves_nothing(
-        self, driver: FailingDriver, active: bool
-    ) -> None:
-        number = 0
-        pool = None
-        while pool is None:
-            number += 1
-            driver.fail_at = number
-            with no_leaks():
-                try:
-                    pool = self.make(driver, active=active)
-                except DriverError:
-                    continue
-                driver.fail_at = None
-                pool.close()
-        assert number == 6  # reserve, create, map, zero, tensor, and the one that did not fail
-
-    @pytest.mark.parametrize("step", ["finalize", "grow", "give_back", "revert"])
-    def test_a_failure_at_any_call_leaves_before_or_after(self, driver: FailingDriver, step: str) -> None:
-        size = driver.granularity
-        steps: dict[str, Callable[[UnifiedKVPool], None]] = {
-            "finalize": lambda pool: pool.finalize_backing(_config(9 * size + 7)),
-            "grow": lambda pool: pool.grow(12 * size),
-            "give_back": lambda pool: pool.give_back(5 * size),
-            "revert": lambda pool: pool.revert_finalize(),
-        }
-        failed = True
-        number = 0
-        while failed:
-            number += 1
-            pool = self.make(driver)
-            if step != "finalize":
-                pool.finalize_backing(_config(5 * size))
-                pool.grow(8 * size)
-            pool.raw[: pool.active_allocation_bytes] = 4
-            before, addresses = exposed_capacities(pool), _addresses(pool)
-            driver.fail_at = number
-            try:
-                steps[step](pool)
-            except KvArenaError:
-                assert exposed_capacities(pool) == before
-                assert int(pool.raw[: pool.active_allocation_bytes].min()) == 4
-            else:
-                assert exposed_capacities(pool) != before
-            failed = driver.counted >= number
-            driver.fail_at = None
-            assert _addresses(pool) == addresses
-            steps[step](pool) if exposed_capacities(pool) == before else None
-            assert pool.active_allocation_bytes <= pool.post_capture_backed_bytes
-            pool.close()
-            assert pool.arena.state is ArenaState.CLOSED
-        assert number > 2
-
-    def test_many_lives_leave_nothing(self, driver: Driver) -> None:
-        for _ in range(10):
-            pool = self.make(driver)
-            pool.finalize_backing(_config(9 * driver.granularity))
-            pool.grow(20 * driver.granularity)
-            pool.raw[: pool.total_bytes] = 1
-            pool.close()
-            pool.close()
-
-
-def _config(total_bytes: object) -> SimpleNamespace:
+def sized(total_bytes: object) -> SimpleNamespace:
+    """What `finalize_backing` takes."""
     return SimpleNamespace(unified_memory_pool_bytes=total_bytes)
 
 
-def _addresses(pool: UnifiedKVPool) -> dict[str, tuple[int, int]]:
+def addresses_of(pool: UnifiedKVPool) -> dict[str, tuple[int, int]]:
+    """The identity and address of the raw tensor and of every view."""
     found = {"raw": (id(pool.raw), pool.raw.data_ptr())}
     for spec in pool.sub_pool_specs:
         for layer in range(spec.layer_num):

@@ -1,8 +1,8 @@
 """What tests of memory need: a driver that fails when told to, and a look for leaks.
 
 The failing driver stacks on a real one, so what is tested is the real
-thing's undo. Ready-made tests are in :mod:`kvarena.pool.driver_contract`,
-:mod:`kvarena.pool.arena_contract` and :mod:`kvarena.pool.pool_contract`.
+thing's undo. Ready-made tests are in the ``*_contract`` modules beside this
+one: derive from their classes to test a driver of your own.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import pytest
 from kvarena.pool.arena_contract import ArenaContract
 from kvarena.pool.driver_contract import DriverContract
 from kvarena.pool.pool_contract import PoolContract
+from kvarena.pool.pool_fault_contract import PoolFaultContract
 
 pytestmark = pytest.mark.gpu
 
@@ -17,4 +18,8 @@ class TestArena(ArenaContract):
 
 
 class TestPool(PoolContract):
+    expression = "kvarena.pool.CudaVmm(0)"
+
+
+class TestPoolFaults(PoolFaultContract):
     expression = "kvarena.pool.CudaVmm(0)"

@@ -56,7 +56,7 @@ def test_a_graph_captured_on_the_sink_replays_into_the_final_memory(driver: Cuda
     keys = pool.k_view("full", 2)
     page = torch.zeros(1, dtype=torch.int64, device=driver.device)
     new = torch.ones(1, 16, 4, 64, dtype=torch.bfloat16, device=driver.device)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # warm up beside the default stream, as capture wants it
         keys.index_copy_(0, page, new)
     stream.synchronize()
@@ -78,9 +78,10 @@ def test_a_graph_captured_on_the_sink_replays_into_the_final_memory(driver: Cuda
 def test_finalize_waits_for_work_on_the_sink(driver: CudaVmm) -> None:
     pool = make_pool(driver, 1 << 30)
     sink = pool.raw[: pool.sink_bytes]
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        # Cycles: about a tenth of a second.
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
         sink.fill_(9)
     pool.finalize_backing(SimpleNamespace(unified_memory_pool_bytes=256 << 20))
     torch.cuda.synchronize()

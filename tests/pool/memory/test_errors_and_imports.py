@@ -8,7 +8,7 @@ import kvarena.pool
 import pytest
 import torch
 from kvarena.errors import KvArenaError
-from kvarena.pool import cuda_vmm, errors
+from kvarena.pool import _cuda_api, errors
 
 SAMPLES = [
     errors.DriverError("mmap", "ENOMEM", "5 bytes", fix="Use less."),
@@ -61,7 +61,7 @@ class TestWithoutCuda:
 
     @pytest.fixture(autouse=True)
     def _fresh(self) -> None:
-        cuda_vmm.cuda.load.cache_clear()
+        _cuda_api.load.cache_clear()
 
     def test_no_driver(self) -> None:
         if torch.cuda.is_available():
@@ -75,7 +75,7 @@ class TestWithoutCuda:
             kvarena.pool.CudaVmm()
 
     def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_vmm.cuda, "load", lambda: None)
+        monkeypatch.setattr(_cuda_api, "load", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(errors.DriverUnavailableError, match="sees no CUDA device"):
             kvarena.pool.CudaVmm()

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("kvarena.pool.pool_contract")
+pytest.register_assert_rewrite("kvarena.pool.pool_contract", "kvarena.pool.pool_fault_contract")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvarena.pool import HostVmm, LayoutError, MambaSubPoolSpec, MHASubPoolSpec, MLASubPoolSpec, UnifiedKVPool
-from kvarena.pool.layout import SubPoolSpec, chain_order
+from kvarena.pool.layout import GrowDirection, SubPoolSpec, chain_order
 
 BF16 = torch.bfloat16
 
@@ -34,7 +34,13 @@ def specs(draw: st.DrawFn) -> tuple[SubPoolSpec, ...]:
     """A chain of one to four sub-pools of any kind."""
     small = st.integers(1, 4)
     dtype = st.sampled_from([BF16, torch.float32, torch.uint8])
-    directions = draw(st.sampled_from([("up",), ("down",), ("up", "down"), ("up", "float", "down", "float")]))
+    chains: list[tuple[GrowDirection, ...]] = [
+        ("up",),
+        ("down",),
+        ("up", "down"),
+        ("up", "float", "down", "float"),
+    ]
+    directions = draw(st.sampled_from(chains))
     made: list[SubPoolSpec] = []
     for index, direction in enumerate(directions):
         kind = draw(st.sampled_from(["mha", "mla", "mamba"]))
