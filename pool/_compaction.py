@@ -42,8 +42,10 @@ class PageMover:
     def move(self, source: Pages, target: Pages) -> None:
         """Copy page `source[i]` to page `target[i]`, as if all were read before any is written."""
         count = len(source)
+        batch = self._batch
         # Batches run one after the other, which is only "read first" when no page is in both sets.
-        batch = self._batch if len(np.intersect1d(source, target)) == 0 else max(count, 1)
+        if count > batch and np.isin(source, target).any():
+            batch = count
         for start in range(0, count, batch):
             src = self._index(source[start : start + batch])
             dst = self._index(target[start : start + batch])

@@ -39,7 +39,8 @@ class PageSpan:
         blocks = -(-table_pages // BLOCK)
         self.used = np.zeros(blocks * BLOCK, dtype=np.uint8)
         self._cells = self.used.reshape(blocks, BLOCK)
-        self._block_used = np.zeros(blocks, dtype=np.int32)
+        # int64, like the constants that are added: other pairs of types take ufunc.at's slow path.
+        self._block_used = np.zeros(blocks, dtype=np.int64)
         self._grows_up = grows_up
         self.floor = self.ceiling = self.low = self.high = 0
         self.live = 0
@@ -168,7 +169,7 @@ class PageSpan:
             found.append(
                 f"the span [{self.low}, {self.high}) leaves its bounds [{self.floor}, {self.ceiling})"
             )
-        if not np.array_equal(self._cells.sum(axis=1, dtype=np.int32), self._block_used):
+        if not np.array_equal(self._cells.sum(axis=1, dtype=np.int64), self._block_used):
             found.append("a block's counter differs from its pages")
         return found
 
