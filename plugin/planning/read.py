@@ -30,6 +30,10 @@ _NOT_PLANNED = {
 }
 
 
+#: Model types without attention whose state is not known here, though some files have heads.
+_OTHER_MIXERS = ("rwkv", "retnet", "xlstm", "gla", "hgrn", "delta_net")
+
+
 @dataclass(frozen=True, slots=True)
 class ReadModel:
     """A geometry and the keys that it came from, for whoever wants more of them."""
@@ -143,6 +147,12 @@ def _refuse_unplanned(fields: Fields) -> None:
     if fields.flag("is_encoder_decoder"):
         raise fields.error(
             "is_encoder_decoder", "is true: cross-attention caches are not planned", fix="Plan a decoder."
+        )
+    if fields.model_type.startswith(_OTHER_MIXERS):
+        raise fields.error(
+            "model_type",
+            f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
+            fix="Give the geometry by options.",
         )
     for key, why in _NOT_PLANNED.items():
         if fields.raw(key):

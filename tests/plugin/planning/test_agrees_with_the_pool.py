@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_sink_floor_and_sides_are_the_pool_s(config, page_size):
         page_size=page_size,
         bs1_floor_terms=rank.floor_terms(page_size),
     )
-    with pool:
+    with closing(pool):
         assert rank.sink_bytes(page_size) == pool.sink_bytes
         assert floor_bytes(rank, page_size) == pool.floor_bytes
         sides = most_slots(rank, total, page_size)
@@ -108,7 +109,7 @@ def test_the_allocators_give_out_what_was_planned_to_the_token(page_size):
     total, requests = 1_234_567, 7
     plan = capacity([rank], total, page_size=page_size, split=Split(running_requests=requests))
     pool = UnifiedKVPool(total_bytes=total, sub_pool_specs=specs, driver=HostVmm(), page_size=page_size)
-    with pool:
+    with closing(pool):
         states = MultiEndedAllocator(pool, "mamba")
         tokens = MultiEndedAllocator(pool, "full")
         states.bind_peer(tokens)
