@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvarena.transfer._same_host_errors import HandleImportError, PeerRefused, SocketPathError
+from kvarena.transfer._same_host_incoming import Incoming
 from kvarena.transfer.channel import ArenaPages, Hello, PageChannel, PageMoves
 from kvarena.transfer.errors import (
     Difference,
@@ -25,6 +27,7 @@ from kvarena.transfer.pages import PageCopies, join_copies, plan_page_copies
 from kvarena.transfer.protocol import Addresses, BufferInfos, Capabilities, Pending, Region, TransferEngine
 from kvarena.transfer.quiesce import Quiesce
 from kvarena.transfer.recording import RecordingEngine
+from kvarena.transfer.same_host import SameHostEngine
 
 __all__ = [
     "Addresses",
@@ -33,7 +36,9 @@ __all__ = [
     "Capabilities",
     "Difference",
     "EngineUnavailable",
+    "HandleImportError",
     "Hello",
+    "Incoming",
     "Lease",
     "LeaseError",
     "LeaseTable",
@@ -45,6 +50,7 @@ __all__ = [
     "PageCopies",
     "PageError",
     "PageMoves",
+    "PeerRefused",
     "Pending",
     "Quiesce",
     "QuiesceTimeout",
@@ -52,6 +58,8 @@ __all__ = [
     "Region",
     "RegistrationError",
     "RegistrationLedger",
+    "SameHostEngine",
+    "SocketPathError",
     "SubPoolManifest",
     "TransferEngine",
     "TransferError",

@@ -82,6 +82,8 @@ class HostCopier:
 
 
 def _move_pages(src_base: int, dst_base: int, src: Int64, dst: Int64, page_bytes: int) -> None:
+    if not src.size:
+        return
     starts, count = _page_runs(src, dst)
     if src.size * page_bytes >= _SMALL_RUN * starts.size:
         _move_runs(

@@ -1,0 +1,302 @@
+"""Bad paths, bad peers and bad memory are refused with a reason, and change nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvarena.pool import Arena, HostVmm
+from kvarena.pool.testing import FailingDriver
+from kvarena.transfer import (
+    HandleImportError,
+    Manifest,
+    ManifestMismatch,
+    PeerRefused,
+    Region,
+    RegistrationError,
+    SocketPathError,
+    SubPoolManifest,
+    TransferFailed,
+)
+from kvarena.transfer import _same_host_path as path_module
+from kvarena.transfer import _same_host_server as server_module
+from kvarena.transfer import _same_host_wire as wire
+from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.testing import RemoteHost
+from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost
+
+
+@pytest.fixture
+def arena() -> Any:
+    """8 MiB backed, nothing registered."""
+    with Arena(HostVmm(), 16 * MIB) as arena:
+        arena.back(8 * MIB)
+        yield arena
+
+
+class TestSocketPath:
+    def test_one_that_a_live_engine_holds_is_refused(self, arena: Arena, directory: Path) -> None:
+        with SameHostEngine(arena, name="a", directory=directory) as first:
+            with pytest.raises(SocketPathError, match="another engine listens"):
+                SameHostEngine(arena, name="a", directory=directory)
+            assert first.socket_path.is_socket()
+            with SameHostEngine(arena, name="b", directory=directory) as other:
+                assert other.connect(first.describe()) == "a"
+
+    def test_one_that_a_dead_process_left_is_taken_over(self, arena: Arena, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+            left.bind(str(directory / "a.sock"))
+            left.listen()
+        with (
+            SameHostEngine(arena, name="a", directory=directory) as taken,
+            SameHostEngine(arena, name="b", directory=directory) as other,
+        ):
+            assert other.connect(taken.describe()) == "a"
+
+    def test_a_file_of_that_name_is_not_removed(self, arena: Arena, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        (directory / "a.sock").write_text("mine")
+        with pytest.raises(SocketPathError, match="no socket"):
+            SameHostEngine(arena, name="a", directory=directory)
+        assert (directory / "a.sock").read_text() == "mine"
+
+    def test_one_that_is_too_long_is_refused_with_its_length(self, arena: Arena, tmp_path: Path) -> None:
+        long = tmp_path / ("d" * 100)
+        with pytest.raises(SocketPathError, match="107 are the most"):
+            SameHostEngine(arena, name="a", directory=long)
+        assert not long.exists()
+
+    @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
+    def test_a_name_that_would_leave_the_directory_is_refused(
+        self, arena: Arena, directory: Path, name: str
+    ) -> None:
+        with pytest.raises(SocketPathError, match="no name"):
+            path_module.listen(directory, name)
+
+    @pytest.mark.parametrize("mode", [0o755, 0o770, 0o711])
+    def test_a_directory_that_others_can_enter_is_refused(
+        self, arena: Arena, directory: Path, mode: int
+    ) -> None:
+        directory.mkdir()
+        directory.chmod(mode)
+        with pytest.raises(SocketPathError, match=f"{mode:04o}"):
+            SameHostEngine(arena, name="a", directory=directory)
+        assert directory.stat().st_mode & 0o777 == mode
+
+    def test_a_link_to_a_directory_is_refused(self, arena: Arena, directory: Path, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir(mode=0o700)
+        directory.symlink_to(tmp_path / "real")
+        with pytest.raises(SocketPathError, match="is no directory"):
+            SameHostEngine(arena, name="a", directory=directory)
+
+    def test_a_directory_of_another_user_is_refused(
+        self, arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(SocketPathError, match=f"belongs to user {os.getuid()}"):
+            SameHostEngine(arena, name="a", directory=directory)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a socket away")
+    def test_a_socket_of_another_user_is_neither_taken_nor_dialled(
+        self, arena: Arena, directory: Path
+    ) -> None:
+        with SameHostEngine(arena, name="a", directory=directory) as engine:
+            os.chown(engine.socket_path, 12345, 12345)
+            with pytest.raises(SocketPathError, match="12345"):
+                SameHostEngine(arena, name="a", directory=directory)
+            with (
+                SameHostEngine(arena, name="b", directory=directory) as other,
+                pytest.raises(SocketPathError, match="12345"),
+            ):
+                other.connect(engine.describe())
+
+    def test_the_directory_is_made_for_its_owner_only(self, arena: Arena, directory: Path) -> None:
+        with SameHostEngine(arena, name="a", directory=directory / "deep") as engine:
+            assert (directory / "deep").stat().st_mode & 0o777 == 0o700
+            assert engine.socket_path.stat().st_mode & 0o777 == 0o600
+
+
+class TestPeer:
+    def test_another_users_server_is_not_talked_to(
+        self, sender: SameHost, receiver: RemoteHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(path_module, "peer_uid", lambda _sock: os.geteuid() + 1)
+        with pytest.raises(PeerRefused) as refused:
+            sender.engine.connect(receiver.describe())
+        assert refused.value.code == "uid"
+        assert receiver.process.call("attached") == ()
+
+    def test_another_users_client_gets_nothing(
+        self, sender: SameHost, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server_module, "peer_uid", lambda _sock: os.geteuid() + 1)
+        with Arena(HostVmm(), MIB) as arena, SameHostEngine(arena, name="o", directory=directory) as other:
+            with pytest.raises(PeerRefused):
+                other.connect(sender.describe())
+            assert sender.attached() == ()
+
+    def test_a_second_peer_of_the_same_name_is_refused_while_the_first_lives(
+        self, make_sender: Callable[..., SameHost], receiver: RemoteHost, tmp_path: Path
+    ) -> None:
+        first = make_sender()
+        peer = first.engine.connect(receiver.describe())
+        second = SameHost(MakeEngine(tmp_path / "t", name="sender"), ArenaMemory, 4 * MIB, 2 * MIB)
+        try:
+            with pytest.raises(PeerRefused) as refused:
+                second.engine.connect(receiver.describe())
+            assert refused.value.code == "name"
+            first.engine.submit(peer, [first.base], [receiver.base], [PAGE]).wait(10)
+            assert first.engine.connect(receiver.describe()) == peer
+            first.close()
+            second.engine.connect(receiver.describe())
+        finally:
+            second.close()
+
+    def test_another_protocol_version_is_refused_on_both_sides(
+        self, sender: SameHost, receiver: RemoteHost
+    ) -> None:
+        newer = receiver.describe().replace(b'"version": 1', b'"version": 2')
+        with pytest.raises(PeerRefused) as refused:
+            sender.engine.connect(newer)
+        assert refused.value.code == "version"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+            raw.connect(str(sender.engine.socket_path))
+            wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "x", "identity": "y"}, version=2))
+            answer = wire.receive(raw)
+            assert answer is not None
+            assert answer.kind is wire.Kind.REFUSE
+            assert "version 2, we speak 1" in answer.body["why"]
+            assert wire.receive(raw) is None
+        sender.engine.connect(receiver.describe())
+
+    def test_a_successor_behind_an_old_description_is_not_mistaken(
+        self, sender: SameHost, make_receiver: Callable[..., RemoteHost]
+    ) -> None:
+        old = make_receiver().describe()
+        make_receiver()
+        with pytest.raises(PeerRefused) as refused:
+            sender.engine.connect(old)
+        assert refused.value.code == "identity"
+
+    def test_nobody_behind_a_description(
+        self, sender: SameHost, make_receiver: Callable[..., RemoteHost]
+    ) -> None:
+        receiver = make_receiver()
+        description = receiver.describe()
+        receiver.process.call("close")
+        with pytest.raises(PeerRefused) as refused:
+            sender.engine.connect(description)
+        assert refused.value.code == "unreachable"
+
+
+def manifest(dtype: str = "bfloat16", page_bytes: int = 32768) -> Manifest:
+    sub_pool = SubPoolManifest(name="full", page_bytes=page_bytes, page_size=16, layers=(0, 1), dtype=dtype)
+    return Manifest(sub_pools=(sub_pool,))
+
+
+class TestManifest:
+    def test_another_page_geometry_is_refused_with_both_values_and_a_third_peer_connects(
+        self, make_sender: Callable[..., SameHost], make_receiver: Callable[..., RemoteHost]
+    ) -> None:
+        """O3: bf16 against fp8 pages."""
+        receiver = make_receiver(manifest=manifest())
+        fp8 = make_sender(name="fp8", manifest=manifest("float8_e4m3fn", 16384))
+        with pytest.raises(ManifestMismatch, match=r"16384.*32768") as refused:
+            fp8.engine.connect(receiver.describe())
+        assert {difference.field for difference in refused.value.differences} == {
+            "full.dtype",
+            "full.page_bytes",
+        }
+        assert "'float8_e4m3fn', theirs 'bfloat16'" in str(refused.value).replace('"', "")
+        assert receiver.process.call("attached") == ()
+        assert receiver.read(0, 8 * MIB) == bytes(8 * MIB)
+        third = make_sender(name="third", manifest=manifest())
+        peer = third.engine.connect(receiver.describe())
+        third.engine.submit(peer, [third.base], [receiver.base], [PAGE]).wait(10)
+
+    def test_a_peer_that_names_no_geometry_is_refused_by_one_that_does(
+        self, make_sender: Callable[..., SameHost], make_receiver: Callable[..., RemoteHost]
+    ) -> None:
+        receiver = make_receiver(manifest=manifest())
+        with pytest.raises(ManifestMismatch):
+            make_sender().engine.connect(receiver.describe())
+
+
+class TestMemory:
+    def engine_over(self, arena: Arena, driver: object, directory: Path, name: str) -> SameHostEngine:
+        return SameHostEngine(_Over(arena, driver), name=name, directory=directory)
+
+    @pytest.mark.parametrize("op", ["reserve", "import_fd", "map"])
+    def test_a_handle_that_cannot_be_mapped_leaves_nothing(
+        self, arena: Arena, receiver: RemoteHost, directory: Path, op: str
+    ) -> None:
+        driver = FailingDriver(HostVmm(), fail_at=1, ops=[op])
+        with self.engine_over(arena, driver, directory, "s") as engine:
+            engine.register([Region(arena.base, 8 * MIB)])
+            before = Path("/proc/self/maps").read_text().count("memfd:kvarena")
+            with pytest.raises(HandleImportError, match="INJECTED"):
+                engine.connect(receiver.describe())
+            assert Path("/proc/self/maps").read_text().count("memfd:kvarena") == before
+            peer = engine.connect(receiver.describe())  # the driver fails only once
+            engine.submit(peer, [arena.base], [receiver.base], [PAGE]).wait(10)
+
+    def test_growth_that_cannot_be_mapped_ends_the_connection(
+        self, arena: Arena, receiver: RemoteHost, directory: Path
+    ) -> None:
+        driver = FailingDriver(HostVmm(), fail_at=2, ops=["import_fd"])
+        with self.engine_over(arena, driver, directory, "s") as engine:
+            engine.register([Region(arena.base, 8 * MIB)])
+            peer = engine.connect(receiver.describe())
+            receiver.grow(12 * MIB)
+            receiver.register((8 * MIB, 4 * MIB))
+            with pytest.raises(PeerRefused, match="INJECTED"):
+                engine.connect(receiver.describe())
+            with pytest.raises(TransferFailed):
+                engine.submit(peer, [arena.base], [receiver.base], [PAGE])
+            engine.connect(receiver.describe())
+            engine.submit(peer, [arena.base], [receiver.base + 8 * MIB], [PAGE]).wait(10)
+
+    @pytest.mark.parametrize(
+        ("offset", "nbytes", "code"),
+        [(0, 8 * MIB + 1, "EFAULT"), (8 * MIB, PAGE, "EFAULT"), (-PAGE, PAGE, "EFAULT"), (0, 0, "EINVAL")],
+        ids=["more than is backed", "behind what is backed", "outside the arena", "empty"],
+    )
+    def test_memory_that_is_not_there_is_not_registered(
+        self, arena: Arena, directory: Path, offset: int, nbytes: int, code: str
+    ) -> None:
+        with SameHostEngine(arena, name="a", directory=directory) as engine:
+            engine.register([Region(arena.base, PAGE)])
+            before = (engine.regions, engine.describe())
+            with pytest.raises(RegistrationError) as refused:
+                engine.register([Region(arena.base + 2 * PAGE, PAGE), Region(arena.base + offset, nbytes)])
+            assert refused.value.code == code
+            assert (engine.regions, engine.describe()) == before
+
+    def test_a_handle_that_cannot_be_exported_is_not_registered(self, arena: Arena, directory: Path) -> None:
+        driver = FailingDriver(arena.driver, fail_at=2, ops=["export_fd"])
+        arena.grow(12 * MIB)
+        with self.engine_over(arena, driver, directory, "a") as engine:
+            before = (engine.describe(), len(os.listdir("/proc/self/fd")))
+            with pytest.raises(RegistrationError, match="INJECTED"):
+                engine.register([Region(arena.base, 12 * MIB)])
+            assert engine.regions == ()
+            assert (engine.describe(), len(os.listdir("/proc/self/fd"))) == before
+            engine.register([Region(arena.base, 12 * MIB)])
+
+
+@dataclass
+class _Over:
+    """An arena that answers with another driver."""
+
+    arena: Arena
+    driver: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.arena, name)
