@@ -278,13 +278,14 @@ def _sized(
     kept: Sequence[tuple[str, int]] = (),
 ) -> Sizing:
     budgets = tuple(max(budget, 0) for budget in budgets)
+    found = capacity(ranks, budgets, page_size=request.page_size, split=request.split)
     requests = requests_of(ranks, budgets, context, page_size=request.page_size)
-    if request.split.running_requests is not None:
-        requests = min(requests, request.split.running_requests)
+    if found.states is not None:
+        requests = min(requests, found.states)  # a request without a state does not run
     return Sizing(
         name=name,
         pool_bytes=budgets,
-        capacity=capacity(ranks, budgets, page_size=request.page_size, split=request.split),
+        capacity=found,
         requests=requests,
         mem_fraction_static=fraction,
         kept_back=tuple(kept),
