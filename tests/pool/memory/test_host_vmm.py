@@ -243,3 +243,18 @@ def test_a_closed_arena_leaves_no_mapping_and_no_descriptor() -> None:
         arena.close()
         assert mapped_within(*span) == []
     assert driver.live_bytes == 0
+
+
+def test_a_failing_set_access_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = HostVmm()
+    base, handle = driver.reserve(4 * PAGE), driver.create(PAGE)
+
+    def refuse(address: int, nbytes: int) -> None:
+        raise DriverError("mprotect", "ENOMEM")
+
+    monkeypatch.setattr(driver, "_set_access", refuse)
+    with no_leaks(), pytest.raises(DriverError, match="mprotect"):
+        driver.map(base, PAGE, handle)
+    assert [line.split()[1] for line in mapped_within(base, 4 * PAGE)] == ["---p"]
+    driver.release(handle)
+    driver.release_reservation(base, 4 * PAGE)
