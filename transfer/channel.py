@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy.typing as npt
-from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, TransferFailed
+from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, TransferFailed, TransferTimeout
 from kvarena.transfer.lease import Lease
 from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest
@@ -224,6 +224,8 @@ class _Gated:
             self._pending.wait(timeout)
         except TransferFailed as error:
             self.forget()
+            raise error.of(self._request) from error
+        except TransferTimeout as error:
             raise error.of(self._request) from error
         self.forget()
 

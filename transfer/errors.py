@@ -174,6 +174,10 @@ class TransferTimeout(TransferError):
         self.seconds = seconds
         self.request = request
 
+    def of(self, request: str) -> TransferTimeout:
+        """The same timeout, naming the request."""
+        return TransferTimeout(self.engine, self.peer, self.seconds, request=request)
+
 
 class QuiesceTimeout(TransferError):
     """Transfers or leases did not drain in time, or a gate did not open in time."""

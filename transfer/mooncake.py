@@ -6,35 +6,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from kvarena.transfer._mooncake_start import MEANINGS, NOT_REGISTERED, capabilities_of, start
 from kvarena.transfer._worker import Job, PeerWorker
-from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed
-from kvarena.transfer.mooncake_install import installed_variants, load_transfer_engine
-from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
+from kvarena.transfer.errors import RegistrationError, TransferFailed
+from kvarena.transfer.protocol import Addresses, Pending, Region
 
 __all__ = ["MooncakeEngine"]
 
 log = logging.getLogger(__name__)
 
-# Mooncake's include/error.h.
-_MEANINGS = {
-    -1: "invalid argument",
-    -3: "the address is not registered",
-    -7: "overlaps a registered region",
-    -101: "the host name does not resolve",
-    -102: "the peer does not answer",
-    -200: "the metadata service failed",
-    -202: "the device context failed",
-}
-_NOT_REGISTERED = -3
-# Over TCP, Mooncake refuses a batch of more than 2052 operations at once unless this is raised.
-_QUEUE_KNOB = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
-_QUEUE_LENGTH = 65535
-_MOST_OPERATIONS = 16384  # of one batch, as far as it was measured
 # A failure this late was a timeout in the engine: to repeat it would only double the wait.
 _RETRY_WITHIN_SECONDS = 2.0
 
@@ -103,10 +88,10 @@ class MooncakeEngine:
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         if transfer_engine is None:
-            transfer_engine = _started(hostname, protocol, device_name, timeout)
+            transfer_engine = start(hostname, protocol, device_name, timeout)
         self._engine = transfer_engine
         self.session = f"{hostname}:{transfer_engine.get_rpc_port()}"
-        self.capabilities = _capabilities(protocol, os.environ)
+        self.capabilities = capabilities_of(protocol, os.environ)
 
     def register(self, regions: Sequence[Region]) -> None:
         """All or nothing; every return code is checked."""
@@ -155,7 +140,7 @@ class MooncakeEngine:
         self._refuse_if_closed(peer.session)
         code = self._engine.send_probe(peer.session)
         if code != 0:
-            raise TransferFailed(self.name, peer.session, code, _MEANINGS.get(code, ""))
+            raise TransferFailed(self.name, peer.session, code, MEANINGS.get(code, ""))
         with self._lock:
             if peer.session not in self._peers:
                 self._peers[peer.session] = _Peer(peer.session)
@@ -217,13 +202,13 @@ class MooncakeEngine:
             raise self._refused("register", region, None, "the engine is closed")
         code = self._engine.register_memory(region.address, region.nbytes, self._location)
         if code != 0:
-            raise self._refused("register", region, code, _MEANINGS.get(code, ""))
+            raise self._refused("register", region, code, MEANINGS.get(code, ""))
         self._regions[region.address] = region
 
     def _unregister(self, region: Region) -> None:
         code = self._engine.unregister_memory(region.address)
         if code != 0:
-            raise self._refused("unregister", region, code, _MEANINGS.get(code, ""))
+            raise self._refused("unregister", region, code, MEANINGS.get(code, ""))
         del self._regions[region.address]
 
     def _put_back(self, step: Callable[[Region], None], done: Sequence[Region]) -> None:
@@ -240,7 +225,7 @@ class MooncakeEngine:
             code,
             action=action,
             meaning=meaning,
-            unknown=action == "unregister" and code in (None, _NOT_REGISTERED),
+            unknown=action == "unregister" and code in (None, NOT_REGISTERED),
         )
 
     def _refuse_if_closed(self, peer: str) -> None:
@@ -265,58 +250,8 @@ class MooncakeEngine:
             )
 
 
+# Engines that a thread was inside of when they were closed.
 _abandoned: list[Any] = []
-
-
-def _started(hostname: str, protocol: str, device_name: str, timeout: float | None) -> Any:
-    transfer_engine = load_transfer_engine()()
-    if protocol == "tcp":
-        os.environ.setdefault("MC_FORCE_TCP", "1")
-        os.environ.setdefault(_QUEUE_KNOB, str(_QUEUE_LENGTH))
-    if timeout is not None:
-        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, round(timeout))))
-    code = transfer_engine.initialize(hostname, "P2PHANDSHAKE", protocol, device_name)
-    if code != 0:
-        raise EngineUnavailable(
-            "mooncake",
-            f"initialize({hostname!r}, P2PHANDSHAKE, {protocol!r}) returned {code} {_MEANINGS.get(code, '')}",
-            fix="Set a host name that resolves here, and a protocol that this host has (tcp always works).",
-        )
-    return transfer_engine
-
-
-def _capabilities(protocol: str, environ: Mapping[str, str]) -> Capabilities:
-    if protocol == "tcp":
-        # A target wants one registered buffer around each write, and looks at nothing else.
-        return Capabilities(
-            crosses_seams=False,
-            spans_handles=True,
-            detects_unmapped=False,
-            live_reregistration=True,
-            max_batch=_batch_limit(environ),
-        )
-    # The dma-buf export covers a range of several handles from 0.3.14 on, peermem always does.
-    version = max((_release(version) for _, version in installed_variants()), default=(0,))
-    whole_range = protocol == "rdma" and (version >= (0, 3, 14) or environ.get("WITH_NVIDIA_PEERMEM") == "1")
-    return Capabilities(
-        crosses_seams=False,
-        spans_handles=whole_range,
-        detects_unmapped=True,
-        live_reregistration=protocol == "rdma",
-        max_batch=_MOST_OPERATIONS,
-    )
-
-
-def _batch_limit(environ: Mapping[str, str]) -> int:
-    try:
-        queue = int(environ.get(_QUEUE_KNOB, "1024"))
-    except ValueError:
-        queue = 1024
-    return max(1, min(queue, _MOST_OPERATIONS))
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".post")[0].split(".") if part.isdigit())
 
 
 def _integers(values: Addresses) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._worker import Job, PeerWorker
+from kvarena.transfer._nixl_peer import Description, NixlPeer, RemoteRegion, status_of
+from kvarena.transfer._worker import Job
 from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed, TransferTimeout
 from kvarena.transfer.nixl_install import load_nixl, slow_path_reason
 from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
@@ -27,31 +28,6 @@ _warned_of_slow_path = threading.Event()
 # While a transfer runs: look this often, less and less.
 _FIRST_POLL_SECONDS = 20e-6
 _LAST_POLL_SECONDS = 1e-3
-
-
-class _RemoteRegion(msgspec.Struct, frozen=True):
-    address: int
-    nbytes: int
-    serial: int
-    """Another one for each registration: a peer that knows an older one must forget it."""
-    metadata: bytes
-
-
-class _Description(msgspec.Struct, frozen=True, kw_only=True):
-    engine: str = "nixl"
-    agent: str
-    connection: bytes
-    regions: tuple[_RemoteRegion, ...]
-
-
-class _Peer:
-    __slots__ = ("gone", "loaded", "worker")
-
-    def __init__(self, agent: str) -> None:
-        self.worker = PeerWorker(f"nixl {agent}")
-        self.loaded: set[int] = set()
-        """Serials of the regions whose metadata NIXL has."""
-        self.gone = threading.Event()
 
 
 class NixlEngine:
@@ -115,7 +91,7 @@ class NixlEngine:
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._held: dict[int, tuple[Region, int, Any]] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
         self._closed = False
         reason = slow_path_reason(memory=memory, vmm=vmm, fabric=fabric)
         if reason is not None and not _warned_of_slow_path.is_set():
@@ -164,11 +140,11 @@ class NixlEngine:
             self._refuse_if_closed("?")
             nothing = self._bindings.nixlRegDList(self._bindings.DRAM_SEG)
             return msgspec.msgpack.encode(
-                _Description(
+                Description(
                     agent=self.agent_name,
                     connection=self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True),
                     regions=tuple(
-                        _RemoteRegion(*region, serial, self._agent.get_partial_agent_metadata(descriptors))
+                        RemoteRegion(*region, serial, self._agent.get_partial_agent_metadata(descriptors))
                         for region, serial, descriptors in self._held.values()
                     ),
                 )
@@ -180,7 +156,7 @@ class NixlEngine:
         A peer that is known already is refreshed after the transfers that are under way to it.
         """
         try:
-            theirs = msgspec.msgpack.decode(description, type=_Description)
+            theirs = msgspec.msgpack.decode(description, type=Description)
         except msgspec.MsgspecError as error:
             raise TransferFailed(self.name, "?", None, f"not a NIXL description: {error}") from error
         if theirs.engine != "nixl" or theirs.agent == self.agent_name:
@@ -191,7 +167,7 @@ class NixlEngine:
             fresh = peer is None or peer.gone.is_set()
             if peer is None or fresh:
                 self.disconnect(theirs.agent)
-                peer = self._peers[theirs.agent] = _Peer(theirs.agent)
+                peer = self._peers[theirs.agent] = NixlPeer(theirs.agent)
         job = Job(self.name, theirs.agent, 0, lambda: self._load(peer, theirs))
         peer.worker.put(job)
         try:
@@ -254,7 +230,7 @@ class NixlEngine:
         try:
             descriptors = self._agent.register_memory([(*region, self._device_id, "")], self.memory)
         except Exception as error:
-            raise RegistrationError(self.name, region, _code(error), meaning=str(error)) from error
+            raise RegistrationError(self.name, region, status_of(error), meaning=str(error)) from error
         self._held[region.address] = (region, next(self._serials), descriptors)
 
     def _deregister(self, region: Region) -> None:
@@ -262,11 +238,11 @@ class NixlEngine:
             self._agent.deregister_memory(self._held[region.address][2])
         except Exception as error:
             raise RegistrationError(
-                self.name, region, _code(error), action="unregister", meaning=str(error)
+                self.name, region, status_of(error), action="unregister", meaning=str(error)
             ) from error
         del self._held[region.address]
 
-    def _load(self, peer: _Peer, theirs: _Description) -> None:
+    def _load(self, peer: NixlPeer, theirs: Description) -> None:
         """Bring NIXL's metadata of a peer up to date, on the peer's thread."""
         serials = {region.serial for region in theirs.regions}
         try:
@@ -280,16 +256,16 @@ class NixlEngine:
                     self._agent.add_remote_agent(region.metadata)
                     peer.loaded.add(region.serial)
         except Exception as error:
-            raise TransferFailed(self.name, theirs.agent, _code(error), str(error)) from error
+            raise TransferFailed(self.name, theirs.agent, status_of(error), str(error)) from error
 
-    def _forget(self, agent: str, peer: _Peer) -> None:
+    def _forget(self, agent: str, peer: NixlPeer) -> None:
         try:
             self._agent.remove_remote_agent(agent)
         except Exception as error:  # noqa: BLE001 - after a disconnect NIXL has forgotten it by itself
             log.debug("%s: %s: %s", self.name, agent, error)
 
     def _write(
-        self, peer: _Peer, agent: str, local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64]
+        self, peer: NixlPeer, agent: str, local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64]
     ) -> None:
         """Write one batch, on the peer's thread."""
         if len(local) == 0:
@@ -309,7 +285,7 @@ class NixlEngine:
                 pause = min(2 * pause, _LAST_POLL_SECONDS)
                 state = self._agent.check_xfer_state(handle)
         except Exception as error:
-            code = _code(error)
+            code = status_of(error)
             if code == "REMOTE_DISCONNECT":  # NIXL has dropped its metadata
                 peer.gone.set()
             raise TransferFailed(self.name, agent, code, str(error), operations=len(local)) from error
@@ -338,9 +314,3 @@ class NixlEngine:
     def _refuse_if_closed(self, peer: str) -> None:
         if self._closed:
             raise TransferFailed(self.name, peer, None, "the engine is closed")
-
-
-def _code(error: Exception) -> str:
-    """NIXL's status, as ``NOT_FOUND``: its exceptions say ``NIXL_ERR_NOT_FOUND``."""
-    text = str(error)
-    return text.removeprefix("NIXL_ERR_") if text.startswith("NIXL_ERR_") else type(error).__name__

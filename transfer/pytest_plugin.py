@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["kvarena_memory", "kvarena_peer_process", "kvarena_recording_pair", "kvarena_sides"]
 
-pytest.register_assert_rewrite("kvarena.transfer._testing_contract")
+pytest.register_assert_rewrite(
+    *(f"kvarena.transfer._testing_{part}" for part in ("contract", "pairs", "registration", "transfers"))
+)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ The pytest plugin that kvarena installs makes assertions in the contract readabl
 from __future__ import annotations
 
 from kvarena.transfer._testing_adaptor import FailingEngine
-from kvarena.transfer._testing_contract import Pair, TransferEngineContract
+from kvarena.transfer._testing_contract import TransferEngineContract
 from kvarena.transfer._testing_hosts import (
     EngineFactory,
     EngineHost,
@@ -17,6 +17,7 @@ from kvarena.transfer._testing_hosts import (
     Standalone,
 )
 from kvarena.transfer._testing_memory import HostMemory, leftovers
+from kvarena.transfer._testing_pairs import Pair
 from kvarena.transfer.recording import RecordingEngine
 
 __all__ = [

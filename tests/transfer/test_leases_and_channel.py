@@ -332,7 +332,7 @@ class TestInFlight:
     ) -> None:
         prefill, _, _, lease, peer = sides
         pending = prefill.channel.send(peer, lease, self.MOVES)
-        with pytest.raises(TransferTimeout):
+        with pytest.raises(TransferTimeout, match=r"for request r did not end within 0\.01 s"):
             pending.wait(0.01)
         assert prefill.gate.in_flight == 1
         prefill.channel.disconnect(peer)

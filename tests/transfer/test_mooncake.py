@@ -20,6 +20,7 @@ from kvarena.transfer import (
     RegistrationError,
     TransferFailed,
     TransferTimeout,
+    _mooncake_start,
     mooncake_install,
 )
 from kvarena.transfer import mooncake as mooncake_module
@@ -168,7 +169,7 @@ class TestCodes:
 
     def test_a_start_that_fails_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         beneath = Scripted(initialize=[-101])
-        monkeypatch.setattr(mooncake_module, "load_transfer_engine", lambda: lambda: beneath)
+        monkeypatch.setattr(_mooncake_start, "load_transfer_engine", lambda: lambda: beneath)
         with pytest.raises(EngineUnavailable, match=r"returned -101 the host name does not resolve"):
             MooncakeEngine("no.such.host")
 
@@ -232,7 +233,7 @@ class TestLimits:
         ],
     )
     def test_batches_fit_the_queue_that_mooncake_has(self, environ: dict[str, str], limit: int) -> None:
-        assert mooncake_module._capabilities("tcp", environ).max_batch == limit
+        assert _mooncake_start.capabilities_of("tcp", environ).max_batch == limit
 
     def test_a_larger_batch_is_split_and_stops_at_the_first_failure(
         self, monkeypatch: pytest.MonkeyPatch
@@ -251,7 +252,7 @@ class TestLimits:
         for name in names:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-        monkeypatch.setattr(mooncake_module, "load_transfer_engine", lambda: Scripted)
+        monkeypatch.setattr(_mooncake_start, "load_transfer_engine", lambda: Scripted)
         MooncakeEngine(protocol="rdma")
         assert [os.environ.get(name) for name in names] == [None, None, None]
         monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "2000")
@@ -270,10 +271,10 @@ class TestLimits:
         self, monkeypatch: pytest.MonkeyPatch, version: str, environ: dict[str, str], spans: bool
     ) -> None:
         monkeypatch.setattr(
-            mooncake_module, "installed_variants", lambda: (("mooncake-transfer-engine", version),)
+            _mooncake_start, "installed_variants", lambda: (("mooncake-transfer-engine", version),)
         )
-        assert mooncake_module._capabilities("rdma", environ).spans_handles is spans
-        assert mooncake_module._capabilities("nvlink", environ).spans_handles is False
+        assert _mooncake_start.capabilities_of("rdma", environ).spans_handles is spans
+        assert _mooncake_start.capabilities_of("nvlink", environ).spans_handles is False
 
 
 class TestRealLanes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +71,7 @@ class TestSlowPath:
     def test_it_is_warned_of_once_in_a_process(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(nixl_module, "_warned_of_slow_path", nixl_module.threading.Event())
+        monkeypatch.setattr(nixl_module, "_warned_of_slow_path", threading.Event())
         for _ in range(2):
             NixlEngine(memory="VRAM", vmm=True).close()
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -103,8 +104,9 @@ class TestMetadata:
     @staticmethod
     def spy_on(host: EngineHost) -> Spy:
         assert isinstance(host.engine, NixlEngine)
-        host.engine._agent = Spy(host.engine._agent)
-        return host.engine._agent
+        spy = Spy(host.engine._agent)
+        host.engine._agent = spy
+        return spy
 
     @staticmethod
     def write(source: EngineHost, target: EngineHost, peer: str, offset: int) -> None:

@@ -1,0 +1,240 @@
+"""How fast pages move: each engine through kvarena, the same engine called raw, and memcpy.
+
+    python bench/transfer.py [--engines mooncake nixl] [--rounds 15] [--json]
+
+Two processes of this host, host memory. For every case the three are measured in turn, round by round,
+so that a busy machine slows all of them, and the fastest round counts, because noise only adds. "raw" is
+the fastest of the engine's own calls for the same bytes: the same coalesced copies, the same connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from kvarena.transfer import MooncakeEngine, NixlEngine, PageCopies, plan_page_copies
+from kvarena.transfer.testing import EngineHost, HostMemory, PeerProcess, RemoteHost, Standalone
+
+KIB, MIB = 1 << 10, 1 << 20
+ARENA_BYTES = 512 * MIB
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pages to move, as lists of ids."""
+
+    name: str
+    page_bytes: int
+    src: np.ndarray[Any, np.dtype[np.int64]]
+    dst: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.page_bytes * len(self.src)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; GB/s are 1e9 bytes a second."""
+
+    engine: str
+    case: str
+    nbytes: int
+    operations: int
+    memcpy_gb_s: float
+    raw_gb_s: float
+    kvarena_gb_s: float
+    raw_call: str
+
+    @property
+    def of_raw(self) -> float:
+        return self.kvarena_gb_s / self.raw_gb_s
+
+    @property
+    def of_memcpy(self) -> float:
+        return self.kvarena_gb_s / self.memcpy_gb_s
+
+
+def cases() -> list[Case]:
+    """What the issue asks for: contiguous, in runs, fully random, and larger pages."""
+    rng = np.random.default_rng(1)
+
+    def contiguous(nbytes: int) -> Case:
+        pages = np.arange(nbytes // (16 * KIB))
+        return Case(f"contiguous {nbytes // MIB} MiB", 16 * KIB, pages, pages)
+
+    def scattered(page_bytes: int, count: int, run: int) -> Case:
+        runs = ARENA_BYTES // page_bytes // run
+        starts = [rng.permutation(runs)[: count // run] * run for _ in range(2)]
+        src, dst = ((start[:, None] + np.arange(run)).ravel() for start in starts)
+        shape = "random" if run == 1 else f"runs of {run}"
+        return Case(f"{count} x {page_bytes // KIB} KiB, {shape}", page_bytes, src, dst)
+
+    return [
+        contiguous(16 * MIB),
+        contiguous(256 * MIB),
+        scattered(16 * KIB, 2048, 8),
+        scattered(16 * KIB, 2048, 1),
+        scattered(64 * KIB, 2048, 1),
+    ]
+
+
+def raw_mooncake(engine: MooncakeEngine, peer: str, copies: PageCopies) -> dict[str, Callable[[], None]]:
+    """Mooncake's calls for a batch of writes."""
+    te = engine._engine
+    columns = [column.tolist() for column in copies]
+
+    def sync() -> None:
+        assert te.batch_transfer_sync_write(peer, *columns) == 0
+
+    def asynchronous() -> None:
+        batch = te.batch_transfer_async_write(peer, *columns)
+        assert te.get_batch_transfer_status([batch]) == 0
+
+    return {"batch_transfer_sync_write": sync, "batch_transfer_async_write": asynchronous}
+
+
+def raw_nixl(engine: NixlEngine, peer: str, copies: PageCopies) -> dict[str, Callable[[], None]]:
+    """NIXL's calls for a batch of writes: descriptors made anew, as for pages that differ each time."""
+    agent = engine._agent
+
+    def descriptors(addresses: Any) -> Any:
+        rows = np.stack([addresses, copies.lengths, np.zeros_like(addresses)], axis=1).astype(np.uint64)
+        return agent.get_xfer_descs(rows, "DRAM")
+
+    def write() -> None:
+        handle = agent.initialize_xfer("WRITE", descriptors(copies.src), descriptors(copies.dst), peer)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        handle.release()
+        assert state == "DONE"
+
+    return {"initialize_xfer": write}
+
+
+ENGINES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Callable[[], None]]]]] = {
+    "mooncake": (MooncakeEngine, raw_mooncake),
+    "nixl": (NixlEngine, raw_nixl),
+}
+
+
+def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+    """All cases with one engine and a peer process of its own."""
+    make, raw = ENGINES[engine]
+    factory = Standalone(make)
+    source = EngineHost(factory, HostMemory, ARENA_BYTES, ARENA_BYTES)
+    process = PeerProcess()
+    target = RemoteHost(process, factory, HostMemory, ARENA_BYTES, ARENA_BYTES)
+    here = HostMemory(ARENA_BYTES, ARENA_BYTES)
+    for memory in (source.memory, here):  # touched, so that no page fault is measured
+        ctypes.memset(memory.base, 1, ARENA_BYTES)
+    source.move_ledger()
+    target.move_ledger()
+    peer = source.engine.connect(target.describe())
+    rows = []
+    try:
+        for case in cases():
+            progress(f"{engine}: {case.name}")
+            plan = plan_page_copies(source.base, case.src, target.base, case.dst, case.page_bytes)
+            local = plan_page_copies(source.base, case.src, here.base, case.dst, case.page_bytes)
+
+            def through_kvarena(case: Case = case) -> None:
+                copies = plan_page_copies(source.base, case.src, target.base, case.dst, case.page_bytes)
+                source.engine.submit(peer, *copies).wait()
+
+            def memcpy(local: PageCopies = local) -> None:
+                for s, d, n in zip(*(column.tolist() for column in local), strict=True):
+                    ctypes.memmove(d, s, n)
+
+            ways = raw(source.engine, peer, plan) | {"memcpy": memcpy, "kvarena": through_kvarena}
+            seconds = in_turn(ways, rounds)
+            best = min((way for way in ways if way not in ("memcpy", "kvarena")), key=seconds.__getitem__)
+            rate = {way: case.nbytes / spent / 1e9 for way, spent in seconds.items()}
+            rows.append(
+                Row(
+                    engine=engine,
+                    case=case.name,
+                    nbytes=case.nbytes,
+                    operations=len(plan.src),
+                    memcpy_gb_s=rate["memcpy"],
+                    raw_gb_s=rate[best],
+                    kvarena_gb_s=rate["kvarena"],
+                    raw_call=best,
+                )
+            )
+    finally:
+        source.close()
+        process.close()
+        here.close()
+    return rows
+
+
+def in_turn(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Fewest seconds of each way, after one round to warm up."""
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    names = list(ways)
+    for number in range(rounds + 1):
+        # Another one goes first each time: what precedes a measurement warms or cools the caches.
+        for way in names[number % len(names) :] + names[: number % len(names)]:
+            started = time.perf_counter()
+            ways[way]()
+            if number:
+                spent[way].append(time.perf_counter() - started)
+    return {way: min(times) for way, times in spent.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Page transfers: each engine through kvarena, raw, and memcpy."
+    )
+    parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=sorted(ENGINES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true", help="print the rows for programs")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    rows = []
+    with console.status("") as status:
+        for engine in options.engines:
+            rows += measure(engine, options.rounds, status.update)
+    if options.json:
+        json.dump(
+            [asdict(row) | {"of_raw": row.of_raw, "of_memcpy": row.of_memcpy} for row in rows], sys.stdout
+        )
+        print()
+        return 0
+    table = Table(title="GB/s, fastest round, two processes of this host")
+    for column in ("engine", "case"):
+        table.add_column(column, no_wrap=True)
+    for column in ("copies", "memcpy", "raw", "kvarena", "of raw", "of memcpy"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.engine,
+            row.case,
+            str(row.operations),
+            f"{row.memcpy_gb_s:.2f}",
+            f"{row.raw_gb_s:.2f}",
+            f"{row.kvarena_gb_s:.2f}",
+            f"{row.of_raw:.2f}",
+            f"{row.of_memcpy:.2f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

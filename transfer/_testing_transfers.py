@@ -1,0 +1,103 @@
+"""What transfers through an engine must do."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from kvarena.transfer._testing_pairs import EnginePairs, Pair, ends, pattern, some_pages
+from kvarena.transfer.errors import TransferFailed
+from kvarena.transfer.pages import plan_page_copies
+
+__all__ = ["TransferContract"]
+
+
+class TransferContract(EnginePairs):
+    """Every byte arrives where it belongs, and no other byte changes."""
+
+    def test_written_pages_arrive_and_no_other_byte_changes(self, ready: Pair) -> None:
+        peer = ready.connect()
+        expected = bytearray(pattern(2, self.backed_bytes))
+        num_pages = self.backed_bytes // self.page_bytes
+        src, dst = some_pages(num_pages, 3), some_pages(num_pages, 4)
+        plan = plan_page_copies(
+            ready.source.base,
+            src,
+            ready.target.base,
+            dst,
+            self.page_bytes,
+            src_seams=ready.source.seams(),
+            dst_seams=ready.target.seams(),
+        )
+        ready.source.engine.submit(peer, *plan).wait(self.timeout)
+        sent = pattern(1, self.backed_bytes)
+        for s, d in zip(src, dst, strict=True):
+            expected[d * self.page_bytes : (d + 1) * self.page_bytes] = sent[
+                s * self.page_bytes : (s + 1) * self.page_bytes
+            ]
+        assert ready.target.read(0, self.backed_bytes) == bytes(expected)
+
+    def test_a_range_of_odd_length_and_alignment_arrives(self, ready: Pair) -> None:
+        ready.submit(ready.connect(), (7, 1001, 4099)).wait(self.timeout)
+        expected = bytearray(pattern(2, self.backed_bytes))
+        expected[1001 : 1001 + 4099] = pattern(1, self.backed_bytes)[7 : 7 + 4099]
+        assert ready.target.read(0, self.backed_bytes) == bytes(expected)
+
+    def test_a_transfer_can_be_polled(self, ready: Pair) -> None:
+        pending = ready.submit(ready.connect(), (0, 0, self.backed_bytes))
+        assert ends(pending, self.timeout)
+        assert pending.done()
+        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+
+    def test_several_transfers_are_under_way_at_once(self, ready: Pair) -> None:
+        peer = ready.connect()
+        piece = self.backed_bytes // 8
+        for pending in [ready.submit(peer, (i * piece, i * piece, piece)) for i in range(8)]:
+            pending.wait(self.timeout)
+        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+
+    def test_more_operations_than_a_batch_takes(self, ready: Pair) -> None:
+        limit = ready.source.engine.capabilities.max_batch or 4096
+        count = min(limit + 1, self.backed_bytes // 64)
+        offsets = list(range(0, count * 64, 64))
+        random.Random(5).shuffle(offsets)
+        ready.submit(ready.connect(), *((o, o, 32) for o in offsets)).wait(3 * self.timeout)
+        expected = np.frombuffer(pattern(2, self.backed_bytes), np.uint8).copy().reshape(-1, 64)
+        expected[:count, :32] = np.frombuffer(pattern(1, self.backed_bytes), np.uint8).reshape(-1, 64)[
+            :count, :128
+        ]
+        assert ready.target.read(0, self.backed_bytes) == expected.tobytes()
+
+    def test_an_empty_batch_ends_well(self, ready: Pair) -> None:
+        ready.submit(ready.connect()).wait(self.timeout)
+        assert ready.target.read(0, self.backed_bytes) == pattern(2, self.backed_bytes)
+
+    def test_lists_of_different_lengths_are_refused(self, ready: Pair) -> None:
+        peer = ready.connect()
+        with pytest.raises((TransferFailed, ValueError)):
+            ready.source.engine.submit(peer, [ready.source.base] * 2, [ready.target.base], [16])
+
+    def test_growth_is_usable_after_connecting_again(self, ready: Pair) -> None:
+        first = ready.connect()
+        epoch = ready.target.move_ledger(live=True)
+        ready.target.grow(self.reserved_bytes)
+        assert ready.target.move_ledger(live=True) > epoch
+        assert sum(nbytes for _, nbytes in ready.target.registered()) == self.reserved_bytes
+        peer = ready.connect()
+        assert peer == first
+        num_pages = self.backed_bytes // self.page_bytes
+        dst = np.arange(num_pages // 2, num_pages // 2 + num_pages)
+        plan = plan_page_copies(
+            ready.source.base,
+            np.arange(num_pages),
+            ready.target.base,
+            dst,
+            self.page_bytes,
+            src_seams=ready.source.seams(),
+            dst_seams=ready.target.seams(),
+        )
+        ready.source.engine.submit(peer, *plan).wait(self.timeout)
+        start = num_pages // 2 * self.page_bytes
+        assert ready.target.read(start, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert ready.target.read(0, start) == pattern(2, self.backed_bytes)[:start]
