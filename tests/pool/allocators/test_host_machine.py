@@ -10,7 +10,7 @@ class HostMachine(AllocatorMachine):
 
 TestHostMachine = HostMachine.TestCase
 TestHostMachine.settings = settings(
-    max_examples=30,
+    max_examples=20,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
