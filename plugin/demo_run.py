@@ -27,7 +27,7 @@ __all__ = ["Demo", "StartupError"]
 
 _PAIR: Final[tuple[Role, ...]] = ("prefill", "decode")
 _STARTUP_S: Final = 120.0
-_GRACE_S: Final = 5.0
+_GRACE_S: Final = 20.0
 
 
 class StartupError(KvArenaError):
@@ -140,6 +140,8 @@ class Demo:
             self._until(lambda: all(self._over(role) for role in _PAIR), limit=limit, heed_failures=False)
             return self._failed()
         self._stop(_PAIR)
+        if self._failed():
+            return self._failed()
         self._until_ready(("reference",))
         for role in _PAIR:
             self._compare_eager(self._ready[role].pool["capacities"]["total_bytes"])
@@ -203,7 +205,11 @@ class Demo:
     def _stop(self, roles: tuple[Role, ...]) -> None:
         for role in roles:
             self._send(role, control.Stop())
-        self._until(lambda: all(self._over(role) for role in roles), limit=_GRACE_S * 2)
+        self._until(lambda: all(self._over(role) for role in roles), limit=_GRACE_S)
+        for role in roles:
+            if not self._over(role) and not self._failed():
+                what = f"it did not stop within {_GRACE_S:g} s."
+                self._take(role.encode(), control.Stopped(what, refused=False, pool={}))
 
     def _until(
         self, condition: Callable[[], bool], *, limit: float | None = None, heed_failures: bool = True

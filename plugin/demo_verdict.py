@@ -75,8 +75,9 @@ def judge(
     for when, side in (("at its start", started), ("at its end", ended)):
         for role, pool in side.items():
             problems += [f"{role}, {when}: {problem}" for problem in pool.get("problems", [])]
-    for role in ("prefill", "decode"):
-        problems += _unlike_eager(role, started.get(role, {}).get("capacities", {}), eager)
+    if not failures:
+        for role in ("prefill", "decode"):
+            problems += _unlike_eager(role, started.get(role, {}).get("capacities", {}), eager)
     margins = [report.margin for report in reports if report.margin is not None]
     noise = [
         abs(a - b)
@@ -114,7 +115,7 @@ def _unlike_eager(role: str, capacities: dict[str, int], eager: dict[int, dict[s
     """Invariant 4: a finalized pool equals an eager pool of that size."""
     expected = eager.get(capacities.get("total_bytes", -1))
     if expected is None:
-        return []
+        return [f"{role}: its capacities were not compared with an eager pool's"]
     return [
         f"{role}: {name} is {capacities.get(name)}, of an eager pool of that size {value}"
         for name, value in expected.items()

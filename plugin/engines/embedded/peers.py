@@ -38,7 +38,7 @@ def silence_limit(timeout: float) -> float:
 
 
 def ping_interval(timeout: float) -> float:
-    """Seconds between two signs of life: often enough that several may go missing, also for a stricter peer."""
+    """Seconds between two signs of life: often enough that several may go missing."""
     return min(timeout / _PINGS, _MOST_PING_S)
 
 

@@ -47,9 +47,7 @@ def _mooncake() -> None:
 @pytest.fixture(scope="session")
 def requests() -> list[Request]:
     """Shorter and longer than the window (20) and than a chunk (32)."""
-    return [
-        Request(rid, prompt_tokens(TEXT[:length]), 8) for rid, length in enumerate((5, 30, 31, 100, 200))
-    ]
+    return [Request(rid, prompt_tokens(TEXT[:length]), 8) for rid, length in enumerate((5, 30, 31, 100, 200))]
 
 
 @pytest.fixture(scope="session")

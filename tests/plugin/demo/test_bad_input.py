@@ -115,18 +115,6 @@ def test_numbers_out_of_range(capsys: pytest.CaptureFixture[str], option: str, v
     assert value in said
 
 
-def test_an_unknown_transfer_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    said = _refused(capsys, "--transfer", "pigeon")
-    assert "pigeon" in said
-
-
-def test_no_cuda_device(capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert "no CUDA device" in _refused(capsys, "--device", "cuda")
-
-
 def test_the_shipped_passage() -> None:
     text = read_text(None, most_bytes=1 << 20)
     assert 6000 <= len(text) <= 8000

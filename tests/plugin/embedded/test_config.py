@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig, SettingError
 from kvarena.plugin.engines.embedded.engine import Engine, sub_pool_specs
 
@@ -77,3 +79,14 @@ def test_a_memory_limit_below_the_floor_names_the_least_that_works(
     assert engine.book.capacity_tokens() >= small.chunk
     with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
         make_engine(memory_limit=least - granularity)
+
+
+def test_an_unknown_transfer_engine_is_named(small: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        Engine(small, Settings(transfer=("pigeon",), memory_limit=1 << 20, load_plugins=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(small: EngineConfig) -> None:
+    with pytest.raises(SettingError, match="no CUDA device"):
+        Engine(small.evolve(device="cuda"), Settings(load_plugins=False))

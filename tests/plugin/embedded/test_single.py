@@ -103,13 +103,11 @@ def test_what_left_the_window_does_not_matter(
     server.submit(request)
     while not server.batch.running:
         server.step()
-    held = set(engine.book.physical_pages(server.batch.running[0])[WINDOW])
-    others = [page for page in range(1, engine.pool.num_pages(WINDOW)) if page not in held]
+    pool, held = engine.pool, engine.book.physical_pages(server.batch.running[0])
     # The full side grows from the low end of the same bytes.
-    full_end = (max(engine.book.physical_pages(server.batch.running[0])[FULL]) + 1) * engine.pool.page_bytes(
-        FULL
-    )
-    others = [page for page in others if page * engine.pool.page_bytes(WINDOW) >= full_end]
+    full_end = (max(held[FULL]) + 1) * pool.page_bytes(FULL)
+    first = -(-full_end // pool.page_bytes(WINDOW))
+    others = [page for page in range(first, pool.num_pages(WINDOW)) if page not in held[WINDOW]]
     assert others
     for layer in range(engine.config.model.window_layer_num):
         engine.pool.k_view(WINDOW, layer)[others] = 1e3
