@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "kvarena.pool.allocator_contract", "kvarena.pool.allocator_samples", "kvarena.pool.resize_contract"
+    "kvarena.pool.testing.allocator_contract",
+    "kvarena.pool.testing.allocator_samples",
+    "kvarena.pool.testing.resize_contract",
 )
 
 

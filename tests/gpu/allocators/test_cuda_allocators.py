@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from kvarena.pool import CudaVmm
-from kvarena.pool.allocator_contract import AllocatorContract
-from kvarena.pool.allocator_machine import AllocatorMachine
-from kvarena.pool.allocator_samples import HybridSample
-from kvarena.pool.resize_contract import ResizeContract
+from kvarena.pool.testing.allocator_contract import AllocatorContract
+from kvarena.pool.testing.allocator_machine import AllocatorMachine
+from kvarena.pool.testing.allocator_samples import HybridSample
+from kvarena.pool.testing.resize_contract import ResizeContract
 
 pytestmark = pytest.mark.gpu
 
@@ -43,11 +44,18 @@ class TestCudaMachine(CudaMachine.TestCase):  # type: ignore[misc]
 @contextmanager
 def nothing_synchronizes() -> Iterator[None]:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    _sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        _sync_debug_mode("default")
+
+
+def _sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():
+        # torch warns that the mode is a prototype whenever it is set.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_no_operation_waits_for_the_device() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "kvarena.pool.arena_contract",
-    "kvarena.pool.driver_contract",
-    "kvarena.pool.pool_contract",
-    "kvarena.pool.pool_fault_contract",
+    "kvarena.pool.testing.arena_contract",
+    "kvarena.pool.testing.driver_contract",
+    "kvarena.pool.testing.pool_contract",
+    "kvarena.pool.testing.pool_fault_contract",
 )
 
 

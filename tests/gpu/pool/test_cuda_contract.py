@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from kvarena.pool.arena_contract import ArenaContract
-from kvarena.pool.driver_contract import DriverContract
-from kvarena.pool.pool_contract import PoolContract
-from kvarena.pool.pool_fault_contract import PoolFaultContract
+from kvarena.pool.testing.arena_contract import ArenaContract
+from kvarena.pool.testing.driver_contract import DriverContract
+from kvarena.pool.testing.pool_contract import PoolContract
+from kvarena.pool.testing.pool_fault_contract import PoolFaultContract
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 pytest.register_assert_rewrite(
-    "kvarena.pool.allocator_contract", "kvarena.pool.allocator_samples", "kvarena.pool.resize_contract"
+    "kvarena.pool.testing.allocator_contract",
+    "kvarena.pool.testing.allocator_samples",
+    "kvarena.pool.testing.resize_contract",
 )
 
 

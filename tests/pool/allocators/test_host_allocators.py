@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvarena.pool.allocator_contract import AllocatorContract
-from kvarena.pool.resize_contract import ResizeContract
+from kvarena.pool.testing.allocator_contract import AllocatorContract
+from kvarena.pool.testing.resize_contract import ResizeContract
 
 LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
 

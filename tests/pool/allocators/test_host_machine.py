@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
-from kvarena.pool.allocator_machine import AllocatorMachine
+from kvarena.pool.testing.allocator_machine import AllocatorMachine
 
 
 class HostMachine(AllocatorMachine):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("kvarena.pool.arena_contract", "kvarena.pool.driver_contract")
+pytest.register_assert_rewrite("kvarena.pool.testing.arena_contract", "kvarena.pool.testing.driver_contract")

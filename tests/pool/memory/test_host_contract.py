@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvarena.pool.arena_contract import ArenaContract
-from kvarena.pool.driver_contract import DriverContract
+from kvarena.pool.testing.arena_contract import ArenaContract
+from kvarena.pool.testing.driver_contract import DriverContract
 
 LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
 AS_CUDA = "kvarena.pool.HostVmm(memory_limit=256 << 20, granularity=2 << 20)"

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("kvarena.pool.pool_contract", "kvarena.pool.pool_fault_contract")
+pytest.register_assert_rewrite(
+    "kvarena.pool.testing.pool_contract", "kvarena.pool.testing.pool_fault_contract"
+)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvarena.pool.pool_contract import PoolContract
-from kvarena.pool.pool_fault_contract import PoolFaultContract
+from kvarena.pool.testing.pool_contract import PoolContract
+from kvarena.pool.testing.pool_fault_contract import PoolFaultContract
 
 SMALL = "kvarena.pool.HostVmm(memory_limit=4 << 20)"
 AS_CUDA = "kvarena.pool.HostVmm(memory_limit=200 << 20, granularity=2 << 20)"

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvarena.pool import ArenaStateError, DriverError, HostVmm, MHASubPoolSpec, MLASubPoolSpec, UnifiedKVPool
-from kvarena.pool.pool_contract import exposed_capacities
 from kvarena.pool.testing import FailingDriver
+from kvarena.pool.testing.pool_contract import exposed_capacities
 
 PAGE = 4096
 

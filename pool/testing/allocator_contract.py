@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kvarena.pool.allocator_samples import HybridSample, capacities
 from kvarena.pool.errors import AllocatorError
 from kvarena.pool.testing import make_driver, no_leaks
+from kvarena.pool.testing.allocator_samples import HybridSample, capacities
 from kvarena.pool.unified_swa_allocator import UnifiedSWATokenToKVPoolAllocator
 
 if TYPE_CHECKING:

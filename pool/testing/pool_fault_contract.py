@@ -9,8 +9,8 @@ import pytest
 from kvarena.errors import KvArenaError
 from kvarena.pool.arena import ArenaState
 from kvarena.pool.errors import DriverError, OutOfMemoryError
-from kvarena.pool.pool_contract import PoolFixtures, addresses_of, exposed_capacities, sized
 from kvarena.pool.testing import FailingDriver, no_leaks
+from kvarena.pool.testing.pool_contract import PoolFixtures, addresses_of, exposed_capacities, sized
 from kvarena.pool.unified_kv_pool import UnifiedKVPool
 
 if TYPE_CHECKING:

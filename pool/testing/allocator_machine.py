@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvarena.pool.allocator_samples import HybridSample, capacities, storage
 from kvarena.pool.errors import AllocatorError, ArenaStateError, PoolSizeError
 from kvarena.pool.testing import make_driver
+from kvarena.pool.testing.allocator_samples import HybridSample, capacities, storage
 
 __all__ = ["AllocatorMachine"]
 

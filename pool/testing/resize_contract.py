@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kvarena.pool.allocator_samples import HybridSample, capacities, storage
 from kvarena.pool.errors import AllocatorError, PoolSizeError, PoolStateError
 from kvarena.pool.multi_ended_allocator import MultiEndedAllocator
 from kvarena.pool.sizing import PostCaptureKVResize, resize_for
 from kvarena.pool.testing import make_driver, no_leaks
+from kvarena.pool.testing.allocator_samples import HybridSample, capacities, storage
 
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
