@@ -62,8 +62,9 @@ def draw_arena(history: ArenaHistory | Sequence[ArenaHistory], path: Path) -> No
     began = min(each.began_at + each.samples[0].at_s for each in histories)
     ended = max(each.began_at + each.samples[-1].at_s for each in histories)
     panels = figure.subplots(len(histories), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, each in zip(panels, histories, strict=True):
-        _Panel(axes, each, began, ended).draw()
+    for index, (axes, each) in enumerate(zip(panels, histories, strict=True)):
+        explained = index > 0 and each.sub_pools == histories[index - 1].sub_pools
+        _Panel(axes, each, began, ended).draw(legend=not explained)
     panels[-1].set_xlabel("seconds")
     _save(figure, path)
 
@@ -98,7 +99,7 @@ class _Panel:
         self._times.append(self._times[-1] if closed else self._end)
         self._unit, self._scale = _unit(history.reserved_bytes)
 
-    def draw(self) -> None:
+    def draw(self, *, legend: bool) -> None:
         axes, history = self._axes, self._history
         reserved = history.reserved_bytes * self._scale
         span = (self._times[0], self._times[-1])
@@ -115,7 +116,8 @@ class _Panel:
         axes.set_ylim(0, reserved * 1.04)
         axes.set_ylabel(f"arena, {self._unit}")
         axes.set_title(self._title(), loc="left", fontsize=10, pad=26)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+        if legend:
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
 
@@ -180,7 +182,10 @@ class _Panel:
 
     def _label(self, event: EventMark) -> str:
         text = _EVENTS[event.name]
-        return text if event.nbytes is None else f"{text} {self._size(event.nbytes)}"
+        # What was captured is steps; the bytes of its event are the sink's.
+        if event.nbytes is None or event.name == "captured":
+            return text
+        return f"{text} {self._size(event.nbytes)}"
 
     def _size(self, nbytes: int) -> str:
         return f"{nbytes * self._scale:.3g} {self._unit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,10 @@ def add_parser(subparsers: Any) -> None:
         "Exit status: 0 ready, 1 refused, 2 broken.",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
+        "--device",
+        type=_device,
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:1 (default: a GPU if there is one)",
     )
     parser.add_argument("--engine", choices=("embedded",), help="judge this engine's configuration")
     parser.add_argument(
@@ -93,6 +97,12 @@ def _running(settings: Settings) -> Iterator[Finding]:
         yield from processes(find(directory_of(settings)))
     except KvArenaError:
         return  # the settings' part has said so
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: give cpu, cuda or cuda:<index>")
+    return text
 
 
 @contextlib.contextmanager

@@ -1,0 +1,151 @@
+"""Engines are moved real bytes with, between two real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvarena.plugin.doctor.findings import Finding
+from kvarena.plugin.doctor.transfers import _finding, examine_engine, ucx_path
+
+ENGINE = """
+import os
+from kvarena.hooks import hookimpl
+from kvarena.transfer import RecordingEngine
+
+class Odd(RecordingEngine):
+    {body}
+
+@hookimpl
+def kvarena_transfer_engines(config):
+    return [Odd(name="odd")] if "odd" in config.engines else []
+"""
+
+LIES = """
+    def submit(self, peer, src, dst, lengths): return self
+    def connect(self, description): return "anybody"
+    def done(self): return True
+    def wait(self, timeout=None): return None
+"""
+
+# Printed by UCX 1.20 (NIXL 1.5.1) between two processes here; the second table on an H200's VMM memory.
+TABLES = """
+[17959.1] [vm:1:0]   | kvarena-8e3d95eef089438bb0707d0 self cfg#0               |
+[17959.1] [vm:1:0]   | remote memory write by ucp_put* from host memory to host |
+[17959.1] [vm:1:0]   +--------+-------------+-----------------------------------+
+[17959.1] [vm:1:0]   | Range  | Description |              Config               |
+[17959.1] [vm:1:0]   | 0..inf | zero-copy   | self/memory                       |
+[17959.1] [vm:1:1]   | kvarena-8e3d95eef089438bb0707d0 intra-node cfg#1         |
+[17959.1] [vm:1:1]   | active message by ucp_am_send* from host memory  |
+[17959.1] [vm:1:1]   | 16516..inf | multi-frag copy-in | tcp/lo         |
+[17959.1] [vm:1:1]   | kvarena-8e3d95eef089438bb0707d0 intra-node cfg#1         |
+[17959.1] [vm:1:1]   | remote memory write by ucp_put*(multi) from cuda memory |
+[17959.1] [vm:1:1]   | 0..2047 | short | tcp/lo |
+[17959.1] [vm:1:1]   | 2048..inf | (?) software emulation | tcp/lo |
+"""
+
+
+def _examine(name: str, **kwargs: Any) -> list[Finding]:
+    return list(examine_engine(name, "cpu", **{"wanted": False} | kwargs))
+
+
+def test_same_host_moves_an_arena() -> None:
+    (finding,) = _examine("same-host")
+    assert (finding.verdict, finding.fix) == ("ok", "")
+    assert "over mapped handles" in finding.what
+    arena = finding.data["arena"]
+    assert arena["arrived"] is True
+    assert arena["gb_per_s"] > 0
+    assert arena["pages_gb_per_s"] > 0
+
+
+def test_mooncake_moves_ordinary_memory_and_an_arena() -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    (finding,) = _examine("mooncake")
+    assert finding.verdict in ("ok", "warning"), finding
+    assert finding.data["plain"]["arrived"] is finding.data["arena"]["arrived"] is True
+    assert "mooncake-transfer-engine" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("def register(self, regions): os.abort()", "was killed by SIGABRT"),
+        ("def connect(self, description): raise RuntimeError('no route')", "RuntimeError: no route"),
+    ],
+    ids=["crash", "exception"],
+)
+def test_an_engine_that_fails_is_survived_and_named(install: Any, body: str, why: str) -> None:
+    install(
+        "odd", "1.0", modules={"odd_engine": ENGINE.format(body=body)}, entry_points={"odd": "odd_engine"}
+    )
+    (finding,) = _examine("odd", wanted=True)
+    assert finding.verdict == "broken"
+    assert why in finding.what
+
+
+def test_an_engine_that_lies_is_found_out(install: Any) -> None:
+    # It reports every write as done, and writes nothing.
+    install(
+        "odd", "1.0", modules={"odd_engine": ENGINE.format(body=LIES)}, entry_points={"odd": "odd_engine"}
+    )
+    (finding,) = _examine("odd")
+    assert finding.verdict == "broken"
+    assert "the bytes did not arrive" in finding.what
+
+
+def test_two_mooncakes_are_named_with_the_cure(install: Any) -> None:
+    install("mooncake-transfer-engine", "0.3.13")
+    install("mooncake-transfer-engine-cuda13", "0.3.14")
+    (finding,) = _examine("mooncake")
+    assert finding.verdict == "broken"
+    assert "mooncake-transfer-engine 0.3.13, mooncake-transfer-engine-cuda13 0.3.14" in finding.what
+    assert "Uninstall all of them" in finding.fix
+
+
+def test_a_missing_library_is_named_with_its_package(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvarena.plugin.doctor.transfers.installed_variants",
+        lambda: (("mooncake-transfer-engine-non-cuda", "0.3.13"),),
+    )
+    broken = 'raise ImportError("libibverbs.so.1: cannot open shared object file")'
+    install("shadow", "0", modules={"mooncake.__init__": "", "mooncake.engine": broken})
+    (finding,) = _examine("mooncake", wanted=True)
+    assert finding.verdict == "broken"
+    assert "apt-get install libibverbs1" in finding.what
+
+
+@pytest.mark.parametrize(("wanted", "verdict"), [(False, "note"), (True, "broken")])
+def test_what_is_not_installed_is_broken_only_if_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, verdict: str
+) -> None:
+    monkeypatch.setattr("kvarena.plugin.doctor.transfers.installed_variants", lambda: ())
+    (finding,) = _examine("mooncake", wanted=wanted)
+    assert (finding.verdict, finding.what) == (verdict, "mooncake is not installed")
+    assert ("kvarena[mooncake-cpu]" in finding.fix) is wanted
+
+
+def test_quick_tries_nothing() -> None:
+    (finding,) = _examine("same-host", quick=True)
+    assert (finding.verdict, finding.data) == ("note", {})
+
+
+def test_falling_off_the_fast_path_is_a_warning_with_the_way_out() -> None:
+    # As measured on an H200 (facts/gpu.md): VMM memory without a fabric handle.
+    def measured(plain: float, arena: float, path: str) -> dict[str, Any]:
+        one = {"pages_gb_per_s": 0.1, "arrived": True}
+        return {"plain": one | {"gb_per_s": plain}, "arena": one | {"gb_per_s": arena}, "path": path}
+
+    slow = _finding("nixl (nixl-cu13 1.5.1)", "nixl", measured(862, 0.44, "software emulation, tcp/lo"))
+    assert slow.verdict == "warning"
+    assert "0.44 GB/s" in slow.what
+    assert "862 GB/s" in slow.what
+    assert "KVARENA_TRANSFER=same-host" in slow.fix
+    assert _finding("nixl", "nixl", measured(862, 0.44, "")).verdict == "warning"
+    assert _finding("mooncake", "mooncake", measured(1.8, 1.4, "")).verdict == "ok"
+
+
+def test_ucx_says_which_path_it_takes_to_a_peer() -> None:
+    assert ucx_path(TABLES) == "(?) software emulation, tcp/lo"
+    assert ucx_path(TABLES.partition("intra-node")[0]) == ""
+    assert ucx_path("") == ""
