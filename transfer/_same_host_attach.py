@@ -98,7 +98,7 @@ def attach(
         raise
     peer = make_peer(arena, sock)
     try:
-        while peer.epoch < max(1, field(welcome.body, "epoch", int)):
+        while peer.epoch < field(welcome.body, "epoch", int):
             peer.handle(_next(sock, description))
     except WireError as error:
         peer.close(str(error))

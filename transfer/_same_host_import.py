@@ -44,7 +44,7 @@ class MappedArena:
         self._maps: dict[int, tuple[int, int, int]] = {}
         self._staged = _Staged()
         self.intervals = Intervals()
-        self.epoch = 0
+        self.epoch = -1
 
     @property
     def shift(self) -> int:
@@ -56,8 +56,14 @@ class MappedArena:
         """Bytes of the peer's memory that are mapped here."""
         return sum(nbytes for _, nbytes, _ in self._maps.values())
 
-    def stage(self, packet: Packet) -> None:
-        """Take note of one EXPORT packet, and own its descriptors. Raises `WireError`, and owns none."""
+    def stage(self, packet: Packet) -> bool:
+        """Take note of one EXPORT packet, and own its descriptors; whether more of the update follows.
+
+        Raises
+        ------
+        WireError
+            The packet contradicts itself; its descriptors stay the caller's.
+        """
         body = packet.body
         epoch, fence, more = field(body, "epoch", int), field(body, "fence", bool), field(body, "more", bool)
         added, dropped, regions = rows(body, "add", 3), rows(body, "drop", 1), rows(body, "regions", 2)
@@ -71,7 +77,7 @@ class MappedArena:
         staged.regions += [Region(self.peer_base + offset, nbytes) for offset, nbytes in regions]
         staged.fence |= fence
         staged.epoch = epoch
-        body["more"] = more
+        return more
 
     def commit(self, drain: Callable[[], None]) -> None:
         """Do what the staged packets say.

@@ -185,17 +185,13 @@ class Peer:
 
     def handle(self, packet: Packet) -> None:
         """Follow one packet of the peer; after an error (`WireError`, `HandleImportError`) close it."""
-        try:
-            if packet.kind is Kind.EXPORT:
-                self._export(packet)
-            elif packet.kind is Kind.REVOKE:
-                packet.close_fds()
-                self._revoke(packet._replace(fds=()))
-            else:
-                raise WireError(f"a receiver sent {packet.kind.name}")
-        except BaseException:
-            packet.close_fds()
-            raise
+        if packet.kind is Kind.EXPORT:
+            self._export(packet)
+            return
+        packet.close_fds()
+        if packet.kind is not Kind.REVOKE:
+            raise WireError(f"a receiver sent {packet.kind.name}")
+        self._revoke(packet)
 
     def drain(self, timeout: float) -> bool:
         """Wait for what is under way now; whether it has ended."""
@@ -204,8 +200,12 @@ class Peer:
 
     def _export(self, packet: Packet) -> None:
         with self._moved:
-            self._arena.stage(packet)
-            if packet.body["more"]:
+            try:
+                more = self._arena.stage(packet)
+            except WireError:
+                packet.close_fds()
+                raise
+            if more:
                 return
             try:
                 self._arena.commit(self._drained)

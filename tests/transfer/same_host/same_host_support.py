@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ class SameHost(EngineHost):
 
     def pages_left(self, serial: int) -> int:
         return self.incoming[serial].pages_left
+
+    def comes_down_to(self, serial: int, pages: int) -> bool:
+        """Reports are under way for a moment after the sender is done."""
+        deadline = time.monotonic() + 10
+        while self.incoming[serial].pages_left != pages and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.incoming[serial].pages_left == pages
 
     def revoke(self, lease: Lease) -> None:
         self.engine.revoke(lease)

@@ -63,7 +63,7 @@ def test_a_request_is_complete_only_when_every_leased_page_is_written(
         sender.engine.submit_pages(peer, dst, dst, PAGE, lease).wait(10)
     with pytest.raises(TransferTimeout):
         arrived(receiver, 1, 0.2)
-    assert receiver.process.call("pages_left", 1) == 1
+    assert receiver.process.call("comes_down_to", 1, 1)
     sender.engine.submit_pages(peer, [2], [2], PAGE, lease).wait(10)
     assert arrived(receiver, 1)
 
@@ -73,7 +73,7 @@ def test_sub_pools_of_one_lease_are_counted_apart(sender: SameHost, receiver: Re
     lease.pages["swa"] = (2,)
     expect(receiver, lease)
     sender.engine.submit_pages(peer, [1, 2], [1, 2], PAGE, lease).wait(10)
-    assert receiver.process.call("pages_left", 1) == 1
+    assert receiver.process.call("comes_down_to", 1, 1)
     sender.engine.submit_pages(peer, [8], [2], 2 * PAGE, lease, sub_pool="swa").wait(10)
     assert arrived(receiver, 1)
     assert receiver.read(4 * PAGE, 2 * PAGE) == sender.read(16 * PAGE, 2 * PAGE)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,38 +231,48 @@ class TestManifest:
 
 
 class TestMemory:
-    def engine_over(self, arena: Arena, driver: object, directory: Path, name: str) -> SameHostEngine:
-        return SameHostEngine(_Over(arena, driver), name=name, directory=directory)
+    @pytest.fixture
+    def driver(self, op: str) -> FailingDriver:
+        """Fails in that operation when a test says so."""
+        return FailingDriver(HostVmm(), ops=[op])
+
+    @pytest.fixture
+    def engine(self, driver: FailingDriver, directory: Path) -> Iterator[SameHostEngine]:
+        """Over an arena of that driver, 8 MiB backed."""
+        with Arena(driver, 16 * MIB) as arena:
+            arena.back(8 * MIB)
+            with SameHostEngine(arena, name="s", directory=directory) as engine:
+                yield engine
 
     @pytest.mark.parametrize("op", ["reserve", "import_fd", "map"])
     def test_a_handle_that_cannot_be_mapped_leaves_nothing(
-        self, arena: Arena, receiver: RemoteHost, directory: Path, op: str
+        self, driver: FailingDriver, engine: SameHostEngine, receiver: RemoteHost
     ) -> None:
-        driver = FailingDriver(HostVmm(), fail_at=1, ops=[op])
-        with self.engine_over(arena, driver, directory, "s") as engine:
-            engine.register([Region(arena.base, 8 * MIB)])
-            before = Path("/proc/self/maps").read_text().count("memfd:kvarena")
-            with pytest.raises(HandleImportError, match="INJECTED"):
-                engine.connect(receiver.describe())
-            assert Path("/proc/self/maps").read_text().count("memfd:kvarena") == before
-            peer = engine.connect(receiver.describe())  # the driver fails only once
-            engine.submit(peer, [arena.base], [receiver.base], [PAGE]).wait(10)
-
-    def test_growth_that_cannot_be_mapped_ends_the_connection(
-        self, arena: Arena, receiver: RemoteHost, directory: Path
-    ) -> None:
-        driver = FailingDriver(HostVmm(), fail_at=2, ops=["import_fd"])
-        with self.engine_over(arena, driver, directory, "s") as engine:
-            engine.register([Region(arena.base, 8 * MIB)])
-            peer = engine.connect(receiver.describe())
-            receiver.grow(12 * MIB)
-            receiver.register((8 * MIB, 4 * MIB))
-            with pytest.raises(PeerRefused, match="INJECTED"):
-                engine.connect(receiver.describe())
-            with pytest.raises(TransferFailed):
-                engine.submit(peer, [arena.base], [receiver.base], [PAGE])
+        base = engine._arena.base
+        engine.register([Region(base, 8 * MIB)])
+        before = Path("/proc/self/maps").read_text().count("memfd:kvarena")
+        driver.fail_at = 1
+        with pytest.raises(HandleImportError, match="INJECTED"):
             engine.connect(receiver.describe())
-            engine.submit(peer, [arena.base], [receiver.base + 8 * MIB], [PAGE]).wait(10)
+        assert Path("/proc/self/maps").read_text().count("memfd:kvarena") == before
+        peer = engine.connect(receiver.describe())  # the driver fails only once
+        engine.submit(peer, [base], [receiver.base], [PAGE]).wait(10)
+
+    @pytest.mark.parametrize("op", ["import_fd", "map"])
+    def test_growth_that_cannot_be_mapped_ends_the_connection(
+        self, driver: FailingDriver, engine: SameHostEngine, receiver: RemoteHost
+    ) -> None:
+        base = engine._arena.base
+        engine.register([Region(base, 8 * MIB)])
+        peer = engine.connect(receiver.describe())
+        driver.fail_at = 1
+        receiver.grow(12 * MIB)
+        receiver.register((8 * MIB, 4 * MIB))
+        until_gone(engine, peer)
+        with pytest.raises(TransferFailed):
+            engine.submit(peer, [base], [receiver.base], [PAGE])
+        engine.connect(receiver.describe())
+        engine.submit(peer, [base], [receiver.base + 8 * MIB], [PAGE]).wait(10)
 
     @pytest.mark.parametrize(
         ("offset", "nbytes", "code"),
@@ -279,24 +290,25 @@ class TestMemory:
             assert refused.value.code == code
             assert (engine.regions, engine.describe()) == before
 
-    def test_a_handle_that_cannot_be_exported_is_not_registered(self, arena: Arena, directory: Path) -> None:
-        driver = FailingDriver(arena.driver, fail_at=2, ops=["export_fd"])
+    @pytest.mark.parametrize("op", ["export_fd"])
+    def test_a_handle_that_cannot_be_exported_is_not_registered(
+        self, driver: FailingDriver, engine: SameHostEngine
+    ) -> None:
+        arena = engine._arena
+        assert isinstance(arena, Arena)
         arena.grow(12 * MIB)
-        with self.engine_over(arena, driver, directory, "a") as engine:
-            before = (engine.describe(), len(os.listdir("/proc/self/fd")))
-            with pytest.raises(RegistrationError, match="INJECTED"):
-                engine.register([Region(arena.base, 12 * MIB)])
-            assert engine.regions == ()
-            assert (engine.describe(), len(os.listdir("/proc/self/fd"))) == before
+        before = (engine.describe(), len(os.listdir("/proc/self/fd")))
+        driver.fail_at = 2
+        with pytest.raises(RegistrationError, match="INJECTED"):
             engine.register([Region(arena.base, 12 * MIB)])
+        assert engine.regions == ()
+        assert (engine.describe(), len(os.listdir("/proc/self/fd"))) == before
+        engine.register([Region(arena.base, 12 * MIB)])
 
 
-@dataclass
-class _Over:
-    """An arena that answers with another driver."""
-
-    arena: Arena
-    driver: Any
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.arena, name)
+def until_gone(engine: SameHostEngine, peer: str) -> None:
+    """Wait until a peer has been let go."""
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(TransferFailed):
+        while engine.peer(peer).gone is None and time.monotonic() < deadline:
+            time.sleep(0.005)

@@ -132,13 +132,17 @@ GOOD = {"epoch": 1, "fence": False, "more": False, "drop": [], "add": [], "regio
     ],
     ids=lambda export: json.dumps(export),
 )
-def test_a_sender_survives_what_a_false_receiver_exports(tmp_path: Path, export: dict[str, Any]) -> None:
+def test_a_sender_survives_what_a_false_receiver_exports(
+    tmp_path: Path, export: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     export = dict(export)
     memory = os.memfd_create("kvarena-test")
     os.ftruncate(memory, 4096)
     fds = [memory] * export.pop("fds", 0)
     (tmp_path / "s").mkdir(mode=0o700)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    request.addfinalizer(listener.close)
+    request.addfinalizer(lambda: os.close(memory))
     listener.bind(str(tmp_path / "s" / "false.sock"))
     listener.listen()
 
@@ -177,8 +181,6 @@ def test_a_sender_survives_what_a_false_receiver_exports(tmp_path: Path, export:
         assert not thread.is_alive()
         after = (len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("kvarena-test"))
         assert after <= before
-    listener.close()
-    os.close(memory)
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=20), st.data())
