@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from kvarena.errors import KvArenaError
 from kvarena.hooks._markers import hookimpl
 
 if TYPE_CHECKING:
     import torch
     from kvarena.hooks.requests import BudgetRequest, TransferConfig
-    from kvarena.pool import Driver, Refusal, SizingRequest
+    from kvarena.pool import Arena, Driver, Refusal, SizingRequest
     from kvarena.transfer import TransferEngine
 
 __all__ = ["DefaultBudget", "DefaultDrivers", "DefaultEngines", "DefaultRefusals"]
@@ -89,12 +91,49 @@ class DefaultEngines:
         engines: list[TransferEngine] = []
         try:
             for name in config.engines:
-                if name == "mooncake":
-                    from kvarena.transfer.mooncake import MooncakeEngine
-
-                    engines.append(MooncakeEngine(config.hostname))
+                make = _ENGINES.get(name)
+                if make is not None:
+                    engines.append(make(config))
         except BaseException:
             for engine in engines:
                 engine.close()
             raise
         return engines
+
+
+def _mooncake(config: TransferConfig) -> TransferEngine:
+    from kvarena.transfer.mooncake import MooncakeEngine
+
+    return MooncakeEngine(config.hostname)
+
+
+def _nixl(config: TransferConfig) -> TransferEngine:
+    from kvarena.transfer.nixl import NixlEngine
+
+    device = _arena(config).driver.device
+    if device.type != "cuda":
+        return NixlEngine(timeout=config.timeout_s)
+    fabric = bool(getattr(_arena(config).driver, "fabric_capable", False))
+    return NixlEngine(
+        memory="VRAM", device_id=device.index or 0, vmm=True, fabric=fabric, timeout=config.timeout_s
+    )
+
+
+def _same_host(config: TransferConfig) -> TransferEngine:
+    from kvarena.transfer.same_host import SameHostEngine
+
+    directory = None if config.socket_dir is None else Path(config.socket_dir)
+    return SameHostEngine(_arena(config), directory=directory)
+
+
+def _arena(config: TransferConfig) -> Arena:
+    if config.arena is None:
+        raise KvArenaError(
+            f"the transfer engines {', '.join(config.engines)} need an arena.",
+            fix="Pass TransferConfig(arena=pool.arena).",
+        )
+    return config.arena
+
+
+# Each imports what only its engine needs.
+_ENGINES = {"mooncake": _mooncake, "nixl": _nixl, "same-host": _same_host}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvarena.pool import Driver, UnifiedKVPool
+    from kvarena.pool import Arena, Driver, UnifiedKVPool
 
 __all__ = ["BudgetRequest", "TransferConfig"]
 
@@ -32,8 +32,9 @@ class TransferConfig:
     """Names: ``"mooncake"``, ``"nixl"``, ``"same-host"``, or a third party's."""
     hostname: str = "127.0.0.1"
     """The address that peers reach this process at."""
-    device: str = "cpu"
     timeout_s: float = 10.0
     """Seconds after which a transfer counts as failed."""
-    options: dict[str, str] = field(default_factory=dict)
-    """Engine-specific settings, by name."""
+    arena: Arena | None = None
+    """The memory to transfer, for engines that must know more of it than addresses."""
+    socket_dir: str | None = None
+    """Where an engine may make sockets: a directory of mode 0700; None: chosen by the engine."""

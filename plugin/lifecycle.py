@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 from kvarena.errors import KvArenaError
-from kvarena.hooks import BudgetRequest, HookManager, TransferConfig, create_manager
-from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines, DefaultRefusals
+from kvarena.hooks import BudgetRequest, HookManager
+from kvarena.plugin.composition import collect_refusals, make_engines, make_manager
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.status.reporter import StatusReporter
 from kvarena.plugin.timeline import Timeline
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from kvarena.hooks.ledgers import LedgerKeeper
     from kvarena.plugin.metrics import MetricsServer
+    from kvarena.plugin.resizing import ElasticAllocator, ResizableAllocator
     from kvarena.pool import (
         Driver,
         PostCaptureKVResize,
@@ -28,35 +29,11 @@ if TYPE_CHECKING:
         SubPoolSpec,
         UnifiedKVPool,
     )
-    from kvarena.transfer import RegistrationLedger, TransferEngine
+    from kvarena.transfer import RegistrationLedger
 
-__all__ = ["ElasticAllocator", "PoolLifecycle", "ResizableAllocator", "collect_refusals", "make_manager"]
+__all__ = ["PoolLifecycle"]
 
 logger = logging.getLogger("kvarena")
-
-
-class ResizableAllocator(Protocol):
-    """What finalize asks of the allocators above a pool."""
-
-    def resize(self, config: PostCaptureKVResize) -> None:
-        """Take the pool's final size; refused while anything is allocated."""
-        ...
-
-    def revert_resize(self) -> None:
-        """Take the reservation's size again, because a finalize is taken back."""
-        ...
-
-
-class ElasticAllocator(Protocol):
-    """What growth and give-back ask of the allocators, with requests in flight."""
-
-    def extend_capacity(self) -> None:
-        """Take the pool's size, which has grown."""
-        ...
-
-    def shrink_capacity(self, total_bytes: int) -> None:
-        """Move every live page below `total_bytes`, and allocate none above; or raise."""
-        ...
 
 
 @final
@@ -158,10 +135,7 @@ class PoolLifecycle:
 
         if self.pool is not None:
             raise KvArenaError("this lifecycle has a pool already.", fix="Make one lifecycle for each pool.")
-        engines = self._make_engines()
         with ExitStack() as undo:
-            for engine in engines:
-                undo.callback(engine.close)
             with self.timeline.timed("reserved" if post_capture else "eager") as event:
                 pool = UnifiedKVPool(
                     total_bytes=total_bytes,
@@ -176,6 +150,9 @@ class PoolLifecycle:
             self.timeline.add(
                 "sink" if post_capture else "backed", nbytes=pool.arena.backed_bytes, address=pool.arena.base
             )
+            engines = make_engines(self.manager, self.settings, pool)
+            for engine in engines:
+                undo.callback(engine.close)
             self._keeper = LedgerKeeper(self.manager, engines)
             undo.callback(self._drop_keeper)
             self.manager.register(self._keeper, LedgerKeeper.plugin_name)
@@ -361,25 +338,6 @@ class PoolLifecycle:
             self._metrics.close()
             self._metrics = None
 
-    def _make_engines(self) -> list[TransferEngine]:
-        config = TransferConfig(
-            engines=self.settings.transfer,
-            hostname=self.settings.transfer_host,
-            device=str(self.device),
-            timeout_s=self.settings.transfer_timeout,
-        )
-        answers = self.manager.hook.kvarena_transfer_engines(config=config)
-        engines = [engine for answer in answers for engine in answer or ()]
-        missing = set(self.settings.transfer) - {engine.name for engine in engines}
-        if missing:
-            for engine in engines:
-                engine.close()
-            raise ConfigError(
-                f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
-                fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
-            )
-        return engines
-
     def _drop_keeper(self) -> None:
         if self._keeper is not None:
             self.manager.unregister(self._keeper)
@@ -395,18 +353,6 @@ class PoolLifecycle:
         from kvarena.pool import resize_for
 
         return resize_for(pool, pool.total_bytes)
-
-
-def make_manager(settings: Settings) -> HookManager:
-    """The manager that `settings` ask for: the built-in answers, then the installed plugins."""
-    defaults = (DefaultDrivers(settings.memory_limit), DefaultRefusals(), DefaultBudget(), DefaultEngines())
-    return create_manager(defaults, entry_points=settings.load_plugins, block=settings.block_plugins)
-
-
-def collect_refusals(manager: HookManager, request: SizingRequest) -> tuple[Refusal, ...]:
-    """Every plugin's reasons, each once."""
-    answers = manager.hook.kvarena_refusals(request=request)
-    return tuple(dict.fromkeys(refusal for answer in answers for refusal in answer or ()))
 
 
 def _raise_first(failures: Sequence[KvArenaError]) -> None:

@@ -44,8 +44,8 @@ def examine_embedded(settings: Settings, found: dict[str, Any]) -> Iterator[Find
     found : dict
         What `probe_device` says of the device.
     """
+    from kvarena.plugin.composition import collect_refusals, make_manager
     from kvarena.plugin.engines.embedded.config import EngineConfig
-    from kvarena.plugin.lifecycle import collect_refusals, make_manager
 
     device = str(found["device"]).partition(":")[0]
     config = EngineConfig(device=device)  # type: ignore[arg-type]

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 class _End:
     def __init__(self, name: str, device: str, nbytes: int, directory: Path) -> None:
+        from kvarena.plugin.composition import make_manager
         from kvarena.plugin.config import load_settings
-        from kvarena.plugin.lifecycle import make_manager
         from kvarena.pool.arena import Arena
 
         settings = load_settings()

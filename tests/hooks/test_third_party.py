@@ -17,7 +17,7 @@ PIP = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-is
 PROGRAM = """
 import json, sys
 from kvarena.plugin.config import load_settings
-from kvarena.plugin.lifecycle import make_manager
+from kvarena.plugin.composition import make_manager
 manager = make_manager(load_settings())
 print(json.dumps({
     "plugins": sorted(name for name, plugin in manager.list_name_plugin() if plugin is not None),

@@ -83,7 +83,7 @@ def _without_us(original: Callable[[Any], bool], server_args: Any) -> bool:
 
 
 def _collect(request: Any) -> list[Refusal]:
-    from kvarena.plugin.lifecycle import collect_refusals
+    from kvarena.plugin.composition import collect_refusals
 
     try:
         return list(collect_refusals(runtime.manager, request))

@@ -46,8 +46,8 @@ class Runtime:
     def manager(self) -> HookManager:
         """kvarena's own hooks, made when first needed: third parties may import a lot."""
         if self._manager is None:
+            from kvarena.plugin.composition import make_manager
             from kvarena.plugin.config import Settings
-            from kvarena.plugin.lifecycle import make_manager
 
             self._manager = make_manager(self.settings or Settings(enable=True))
         return self._manager

@@ -9,8 +9,9 @@ import pytest
 import torch
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
+from kvarena.plugin.composition import make_manager
 from kvarena.plugin.config import ConfigError, Settings
-from kvarena.plugin.lifecycle import PoolLifecycle, make_manager
+from kvarena.plugin.lifecycle import PoolLifecycle
 from kvarena.pool import (
     HostVmm,
     MHASubPoolSpec,

@@ -1,0 +1,55 @@
+"""The manager, the refusals and the transfer engines that a process's settings ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvarena.hooks import HookManager, TransferConfig, create_manager
+from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines, DefaultRefusals
+from kvarena.plugin.config import ConfigError, Settings
+
+if TYPE_CHECKING:
+    from kvarena.pool import Refusal, SizingRequest, UnifiedKVPool
+    from kvarena.transfer import TransferEngine
+
+__all__ = ["collect_refusals", "make_engines", "make_manager"]
+
+
+def make_manager(settings: Settings) -> HookManager:
+    """The manager that `settings` ask for: the built-in answers, then the installed plugins."""
+    defaults = (DefaultDrivers(settings.memory_limit), DefaultRefusals(), DefaultBudget(), DefaultEngines())
+    return create_manager(defaults, entry_points=settings.load_plugins, block=settings.block_plugins)
+
+
+def collect_refusals(manager: HookManager, request: SizingRequest) -> tuple[Refusal, ...]:
+    """Every plugin's reasons, each once."""
+    answers = manager.hook.kvarena_refusals(request=request)
+    return tuple(dict.fromkeys(refusal for answer in answers for refusal in answer or ()))
+
+
+def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) -> list[TransferEngine]:
+    """The transfer engines that should know a pool.
+
+    Raises
+    ------
+    ConfigError
+        No plugin has one of the names that the settings ask for; no engine is left open.
+    """
+    config = TransferConfig(
+        engines=settings.transfer,
+        hostname=settings.transfer_host,
+        timeout_s=settings.transfer_timeout,
+        socket_dir=settings.socket_dir,
+        arena=pool.arena,
+    )
+    answers = manager.hook.kvarena_transfer_engines(config=config)
+    engines = [engine for answer in answers for engine in answer or ()]
+    missing = set(settings.transfer) - {engine.name for engine in engines}
+    if missing:
+        for engine in engines:
+            engine.close()
+        raise ConfigError(
+            f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
+            fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
+        )
+    return engines

@@ -1,0 +1,34 @@
+"""What a pool's life asks of the allocators above it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvarena.pool import PostCaptureKVResize
+
+__all__ = ["ElasticAllocator", "ResizableAllocator"]
+
+
+class ResizableAllocator(Protocol):
+    """What finalize asks of the allocators above a pool."""
+
+    def resize(self, config: PostCaptureKVResize) -> None:
+        """Take the pool's final size; refused while anything is allocated."""
+        ...
+
+    def revert_resize(self) -> None:
+        """Take the reservation's size again, because a finalize is taken back."""
+        ...
+
+
+class ElasticAllocator(Protocol):
+    """What growth and give-back ask of the allocators, with requests in flight."""
+
+    def extend_capacity(self) -> None:
+        """Take the pool's size, which has grown."""
+        ...
+
+    def shrink_capacity(self, total_bytes: int) -> None:
+        """Move every live page below `total_bytes`, and allocate none above; or raise."""
+        ...
