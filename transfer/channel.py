@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, TransferFailed, TransferTimeout
 from kvarena.transfer.lease import Lease
@@ -14,7 +15,6 @@ from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest
 from kvarena.transfer.pages import join_copies, plan_page_copies
 from kvarena.transfer.protocol import Pending
-from kvarena.transfer.quiesce import Quiesce
 
 __all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
 
@@ -138,10 +138,17 @@ class PageChannel:
         """
         self.ledger.gate.enter(gate_timeout)
         try:
-            transfer = _Gated(self._submit(peer, lease, moves), lease.request, self.ledger.gate)
-        except BaseException:
+            pending = self._submit(peer, lease, moves)
+            nbytes = sum(
+                np.size(dst) * self.manifest.sub_pool(name).page_bytes for name, (_, dst) in moves.items()
+            )
+            transfer = _Gated(pending, lease.request, self.ledger, nbytes)
+        except BaseException as error:
+            if isinstance(error, TransferFailed):
+                self.ledger.traffic.failed()
             self.ledger.gate.leave()
             raise
+        self.ledger.traffic.submitted()
         key = (peer, lease.request, lease.serial)
         with self._lock:
             self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
@@ -202,10 +209,12 @@ class PageChannel:
 class _Gated:
     """A transfer that leaves the gate when it has ended, and whose failure names its request."""
 
-    def __init__(self, pending: Pending, request: str, gate: Quiesce) -> None:
+    def __init__(self, pending: Pending, request: str, ledger: RegistrationLedger, nbytes: int) -> None:
         self._pending = pending
         self._request = request
-        self._gate = gate
+        self._gate = ledger.gate
+        self._traffic = ledger.traffic
+        self._nbytes = nbytes
         self._lock = threading.Lock()
         self.ended = False
 
@@ -213,26 +222,35 @@ class _Gated:
         try:
             ended = self._pending.done()
         except TransferFailed as error:
-            self.forget()
+            self._count_failure()
             raise error.of(self._request) from error
         if ended:
-            self.forget()
+            self._count_bytes()
         return ended
 
     def wait(self, timeout: float | None = None) -> None:
         try:
             self._pending.wait(timeout)
         except TransferFailed as error:
-            self.forget()
+            self._count_failure()
             raise error.of(self._request) from error
         except TransferTimeout as error:
             raise error.of(self._request) from error
-        self.forget()
+        self._count_bytes()
 
-    def forget(self) -> None:
-        """Leave the gate, once."""
+    def forget(self) -> bool:
+        """Leave the gate; False when it has been left already."""
         with self._lock:
             if self.ended:
-                return
+                return False
             self.ended = True
         self._gate.leave()
+        return True
+
+    def _count_bytes(self) -> None:
+        if self.forget():
+            self._traffic.ended(self._nbytes)
+
+    def _count_failure(self) -> None:
+        if self.forget():
+            self._traffic.failed()

@@ -12,6 +12,7 @@ from kvarena.transfer.errors import RegistrationError
 from kvarena.transfer.protocol import BufferInfos, Region, TransferEngine
 from kvarena.transfer.quiesce import Quiesce
 from kvarena.transfer.regions import PastBacked, coalesce, overlapping, plan_regions, seams_between, subtract
+from kvarena.transfer.traffic import Traffic
 
 __all__ = ["Change", "Listener", "RegistrationLedger"]
 
@@ -43,6 +44,7 @@ class RegistrationLedger:
     ) -> None:
         self.engine = engine
         self.gate = gate or Quiesce()
+        self.traffic = Traffic()
         self._listeners: list[Listener] = [] if on_change is None else [on_change]
         self._lock = threading.RLock()
         self._held: dict[int, Region] = {}

@@ -132,16 +132,15 @@ def _capacity(
 
 
 def _engine(ledger: RegistrationLedger, base: int) -> EngineStatus:
-    traffic = getattr(ledger, "traffic", None)
     return EngineStatus(
         name=ledger.engine.name,
         registered_bytes=ledger.registered_bytes,
         regions=tuple((region.address - base, region.nbytes) for region in ledger.regions),
         epoch=ledger.epoch,
         in_flight=ledger.gate.in_flight,
-        transfers=getattr(traffic, "transfers", 0),
-        transferred_bytes=getattr(traffic, "nbytes", 0),
-        failures=getattr(traffic, "failures", 0),
+        transfers=ledger.traffic.transfers,
+        transferred_bytes=ledger.traffic.nbytes,
+        failures=ledger.traffic.failures,
     )
 
 

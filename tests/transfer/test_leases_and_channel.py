@@ -204,6 +204,9 @@ def test_leased_pages_of_both_sub_pools_arrive(make_side: Callable[..., Side]) -
     assert decode.memory.read(7 * PAGE, PAGE) == b"f" * PAGE
     assert decode.memory.read(9 * 2 * PAGE, 2 * PAGE) == b"s" * 2 * PAGE
     assert decode.memory.read(8 * PAGE, PAGE) == bytes(PAGE)
+    traffic = prefill.ledger.traffic
+    assert pending.done()  # asked again, it does not count again
+    assert (traffic.transfers, traffic.nbytes, traffic.failures) == (1, 3 * PAGE, 0)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +329,8 @@ class TestInFlight:
             pending.done()
         assert failed.value.request == "r"
         assert prefill.gate.in_flight == 0
+        traffic = prefill.ledger.traffic
+        assert (traffic.transfers, traffic.nbytes, traffic.failures) == (1, 0, 1)
 
     def test_a_timeout_stays_in_flight_until_the_peer_is_disconnected(
         self, sides: tuple[Side, Side, HoldingEngine, Lease, str]
