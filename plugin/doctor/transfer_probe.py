@@ -47,7 +47,7 @@ class _End:
         manager = make_manager(settings)
         self._arena = Arena(_make_driver(device, manager), nbytes)
         self._arena.back(nbytes)
-        self._engine = _make_engine(name, self._arena, device, directory, manager, settings)
+        self._engine = _make_engine(name, self._arena, directory, manager, settings)
         self._blocks: dict[str, Block] = {}
         if name != "same-host":  # which maps arenas, and nothing else
             self._blocks["plain"] = make_plain_block(device, nbytes)
@@ -117,23 +117,15 @@ def _make_driver(device: str, manager: Any) -> Any:
     return manager.hook.kvarena_driver(device=torch.device(device))
 
 
-def _make_engine(
-    name: str, arena: Any, device: str, directory: Path, manager: Any, settings: Any
-) -> TransferEngine:
-    on_cuda = device.startswith("cuda")
-    if name == "same-host":
-        from kvarena.transfer.same_host import SameHostEngine
-
-        return SameHostEngine(arena, directory=directory)
-    if name == "nixl":
-        from kvarena.transfer.nixl import NixlEngine
-
-        index = (arena.driver.device.index or 0) if on_cuda else 0
-        return NixlEngine(memory="VRAM" if on_cuda else "DRAM", device_id=index, timeout=_TIMEOUT_S)
+def _make_engine(name: str, arena: Any, directory: Path, manager: Any, settings: Any) -> TransferEngine:
     from kvarena.hooks import TransferConfig
 
     config = TransferConfig(
-        engines=(name,), hostname=settings.transfer_host, device=device, timeout_s=_TIMEOUT_S
+        engines=(name,),
+        hostname=settings.transfer_host,
+        timeout_s=_TIMEOUT_S,
+        arena=arena,
+        socket_dir=str(directory),
     )
     answers = manager.hook.kvarena_transfer_engines(config=config)
     engines: list[TransferEngine] = [engine for answer in answers for engine in answer or ()]
