@@ -25,7 +25,10 @@ __all__ = [
 
 
 class Memory(Protocol):
-    """What the contract needs of memory: `HostMemory`, or a device's."""
+    """What the contract needs of memory: `HostMemory`, or a device's.
+
+    One with several physical handles may say where they meet: ``seams``, absolute addresses.
+    """
 
     base: int
     backed_bytes: int
@@ -104,6 +107,7 @@ class EngineHost:
         self.ledger.move_to(
             [wanted],
             backed=self.memory.backed,
+            handle_seams=getattr(self.memory, "seams", ()),
             live=live,
             past_backed="refuse" if past_backed == "refuse" else "clip",
         )

@@ -65,7 +65,7 @@ class TransferContract(EnginePairs):
         ready.submit(ready.connect(), *((o, o, 32) for o in offsets)).wait(3 * self.timeout)
         expected = np.frombuffer(pattern(2, self.backed_bytes), np.uint8).copy().reshape(-1, 64)
         expected[:count, :32] = np.frombuffer(pattern(1, self.backed_bytes), np.uint8).reshape(-1, 64)[
-            :count, :128
+            :count, :32
         ]
         assert ready.target.read(0, self.backed_bytes) == expected.tobytes()
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from kvarena.pool import Arena, HostVmm
+from kvarena.pool import Arena, CudaVmm, HostVmm
 from kvarena.transfer import (
     ArenaPages,
     Capabilities,
@@ -46,6 +46,10 @@ class ArenaMemory:
     def backed(self) -> Region:
         return Region(self.base, self.backed_bytes)
 
+    @property
+    def seams(self) -> tuple[int, ...]:
+        return self.arena.seams
+
     def grow(self, backed_bytes: int) -> None:
         self.arena.grow(backed_bytes)
 
@@ -54,6 +58,49 @@ class ArenaMemory:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         data: bytes = self._bytes[offset : offset + nbytes].tobytes()
+        return data
+
+    def close(self) -> None:
+        self.arena.close()
+
+
+class CudaArenaMemory:
+    """An arena on GPU 0, as the engine contract wants memory."""
+
+    def __init__(self, reserved_bytes: int, backed_bytes: int) -> None:
+        import torch
+
+        self._torch = torch
+        self.arena = Arena(CudaVmm(0), reserved_bytes)
+        self.arena.back(self.arena.driver.granularity)
+        self.arena.back(backed_bytes)
+        self.base = self.arena.base
+        self._bytes = self.arena.tensor
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.arena.backed_bytes
+
+    @property
+    def backed(self) -> Region:
+        return Region(self.base, self.backed_bytes)
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        return self.arena.seams
+
+    def grow(self, backed_bytes: int) -> None:
+        self.arena.grow(backed_bytes)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._bytes[offset : offset + len(data)] = self._torch.frombuffer(
+            bytearray(data), dtype=self._torch.uint8
+        )
+        self._torch.cuda.synchronize()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._torch.cuda.synchronize()
+        data: bytes = self._bytes[offset : offset + nbytes].cpu().numpy().tobytes()
         return data
 
     def close(self) -> None:
