@@ -18,7 +18,7 @@ from kvarena.plugin.picture import check_picture, draw_arena
 __all__ = ["add_parser", "run"]
 
 _MEMORY_LIMIT = "24MiB"
-_MOST_NEW_TOKENS = 1 << 20
+_MOST_NEW_TOKENS = 1 << 16
 _MOST_REQUESTS = 256
 
 
@@ -139,6 +139,8 @@ def _plan(args: argparse.Namespace, settings: Settings) -> tuple[EngineConfig, l
         for rid, prompt in enumerate(cut_into_prompts(text, args.requests))
     ]
     longest = max(len(request.tokens) for request in requests) + args.max_new_tokens
+    # A step as wide as no sequence can become would only take memory.
+    longest = max(2, min(longest, limit // model.full_token_bytes))
     config = EngineConfig(
         model=model,
         device=args.device,

@@ -26,6 +26,8 @@ FULL: Final = "full"
 WINDOW: Final = "swa"
 """The sub-pool of the layers that see a sliding window."""
 
+_MOST_CHUNK: Final = 2048
+
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -126,6 +128,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ):
             if getattr(self, name) < least:
                 raise SettingError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
+        if self.chunk > _MOST_CHUNK:
+            raise SettingError(
+                f"a prefill step of {self.chunk_pages} pages of {self.page_size} has {self.chunk} tokens, "
+                f"the most are {_MOST_CHUNK}.",
+                fix="Lower chunk_pages or page_size.",
+            )
         sizes = self.batch_sizes
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
             raise SettingError(f"batch_sizes are {sizes}; they must be positive and rise.")

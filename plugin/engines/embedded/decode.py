@@ -68,8 +68,8 @@ class DecodeServer:
         known = {s.rid for s in [*self._waiting, *self.batch.running]} | self._arriving.keys()
         if request.rid in known:
             self._error(sequence, f"request {request.rid} is being served already.")
-        elif not request.tokens or request.max_new_tokens < 1:
-            self._error(sequence, "a request needs a prompt and at least one token to generate.")
+        elif problem := request.problem():
+            self._error(sequence, problem)
         elif self._lost:
             self._error(sequence, self._lost)
         else:

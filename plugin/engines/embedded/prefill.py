@@ -129,7 +129,10 @@ class PrefillServer:
         except KvArenaError as error:
             self._tell_failure(message.request.rid, str(error))
             return
-        self._queue.append(_Job(Sequence(message.request), lease))
+        if problem := message.request.problem():
+            self._tell_failure(message.request.rid, problem)
+        else:
+            self._queue.append(_Job(Sequence(message.request), lease))
 
     def _abort(self, rid: int) -> None:
         why = "aborted by the decode worker"

@@ -41,7 +41,10 @@ class SingleServer:
 
     def submit(self, request: Request) -> None:
         """Take a request."""
-        self._waiting.append(Sequence(request))
+        if problem := request.problem():
+            self._fail(Sequence(request), problem)
+        else:
+            self._waiting.append(Sequence(request))
 
     def step(self) -> None:
         """One prefill chunk, and one token for every running sequence."""

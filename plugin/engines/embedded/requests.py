@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from kvarena.plugin.engines.embedded.config import BOS, EOS
+from kvarena.plugin.engines.embedded.config import BOS, EOS, VOCABULARY
 
 __all__ = ["Request", "Result", "Sequence", "prompt_tokens"]
 
@@ -16,6 +16,15 @@ class Request(msgspec.Struct, frozen=True):
     rid: int
     tokens: list[int]
     max_new_tokens: int
+
+    def problem(self) -> str:
+        """Why it makes no sense, whatever the pool; empty if it does."""
+        if not self.tokens:
+            return "a request needs a prompt."
+        if self.max_new_tokens < 1:
+            return f"max_new_tokens is {self.max_new_tokens}, it must be at least 1."
+        odd = next((token for token in self.tokens if not 0 <= token < VOCABULARY), None)
+        return "" if odd is None else f"token {odd} is none of the {VOCABULARY} that there are."
 
 
 class Result(msgspec.Struct, frozen=True):

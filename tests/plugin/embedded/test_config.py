@@ -36,6 +36,7 @@ def test_model_sizes(field: str, value: int) -> None:
     [
         ("page_size", 0),
         ("chunk_pages", 0),
+        ("chunk_pages", 129),
         ("context_length", 1),
         ("transfer_pages", 0),
         ("batch_sizes", ()),

@@ -223,7 +223,12 @@ def test_requests_that_make_no_sense(
     make_engine: MakeEngine, make_pair: MakePair, texts: list[Request]
 ) -> None:
     pair = make_pair(make_engine(), make_engine())
-    for request in (Request(90, [], 4), Request(91, [256], 0)):
+    for request in (
+        Request(90, [], 4),
+        Request(91, [256], 0),
+        Request(92, [256, -1], 4),
+        Request(93, [259], 4),
+    ):
         pair.decode.submit(request)
         assert pair.results[request.rid].reason == "error"
     pair.decode.cancel(1234)
