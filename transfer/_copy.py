@@ -8,8 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from kvarena.transfer._same_host_memory import MemoryDriver
+from kvarena.transfer.errors import EngineUnavailable
 
-__all__ = ["Copier", "Int64", "OnDone", "Ticket"]
+__all__ = ["Copier", "Int64", "OnDone", "ThreadTicket", "Ticket", "make_copier"]
 
 Int64 = npt.NDArray[np.int64]
 OnDone = Callable[["BaseException | None"], None]
@@ -88,3 +90,18 @@ class ThreadTicket:
     def wait(self, timeout: float | None) -> bool:
         """See `Ticket.wait`."""
         return self._ended.wait(timeout)
+
+
+def make_copier(driver: MemoryDriver, thread_name: str) -> Copier:
+    """The copier for a driver's memory. Raises `EngineUnavailable`."""
+    if driver.name != "cuda":
+        from kvarena.transfer._copy_host import HostCopier
+
+        return HostCopier(thread_name)
+    try:
+        from kvarena.transfer._copy_cuda import CudaCopier
+    except ImportError as error:
+        raise EngineUnavailable(
+            "same-host", f"{error.name} cannot be imported ({error})", fix="Install triton and cuda-python."
+        ) from error
+    return CudaCopier(driver.device.index, thread_name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._copy import Copier
+from kvarena.transfer._copy import make_copier
 from kvarena.transfer._same_host_attach import Description, attach
 from kvarena.transfer._same_host_channel import SocketLoop
 from kvarena.transfer._same_host_errors import PeerRefused
@@ -21,14 +21,13 @@ from kvarena.transfer._same_host_export import Exports
 from kvarena.transfer._same_host_import import MappedArena
 from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
 from kvarena.transfer._same_host_leases import PageLease
-from kvarena.transfer._same_host_memory import ArenaMemory, MemoryDriver
+from kvarena.transfer._same_host_memory import ArenaMemory
 from kvarena.transfer._same_host_path import default_directory, listen
 from kvarena.transfer._same_host_peer import Peer
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_server import Server
 from kvarena.transfer.errors import (
     Difference,
-    EngineUnavailable,
     ManifestMismatch,
     PageError,
     QuiesceTimeout,
@@ -428,18 +427,3 @@ class SameHostEngine:
 
     def _refusal(self, peer: str, why: str) -> TransferFailed:
         return TransferFailed(self.name, peer, "EINVAL", why)
-
-
-def make_copier(driver: MemoryDriver, thread_name: str) -> Copier:
-    """The copier for a driver's memory. Raises `EngineUnavailable`."""
-    if driver.name != "cuda":
-        from kvarena.transfer._copy_host import HostCopier
-
-        return HostCopier(thread_name)
-    try:
-        from kvarena.transfer._copy_cuda import CudaCopier
-    except ImportError as error:
-        raise EngineUnavailable(
-            "same-host", f"{error.name} cannot be imported ({error})", fix="Install triton and cuda-python."
-        ) from error
-    return CudaCopier(driver.device.index, thread_name)
