@@ -168,8 +168,7 @@ class DriverContract:
             patch.setattr(driver, "_set_access", refuse)
             with pytest.raises(DriverError, match="INJECTED"):
                 driver.map(span, size, handle)
-        with pytest.raises(DriverError):
-            driver.unmap(span, size)
+        # CUDA refuses to map over a mapping that was left behind.
         driver.map(span, size, handle)
         driver.tensor(span, size).fill_(3)
         _drop(driver, span, size, handle)
