@@ -184,12 +184,9 @@ class BoundPool:
         ------
         OutOfMemoryError, DriverError
             The sink is as it was.
-        PoolSizeError, PoolStateError
-            Not this size, or a second time.
+        PoolSizeError
+            The pool cannot have this size.
         """
-        if self.finalized or self.closed:
-            state = "closed" if self.closed else "finalized already"
-            raise PoolStateError(f"This pool is {state}.")
         self.arena.back(self.check_total_bytes(total_bytes))
 
     def take_size(self, total_bytes: int) -> None:

@@ -109,6 +109,9 @@ class ResizeSession:
         RanksDisagreeError
             Not even the smallest attempt succeeded, or a rank failed otherwise; all hold their sink again.
         """
+        if self.bound.finalized or self.bound.closed:
+            state = "closed" if self.bound.closed else "finalized already"
+            raise PoolStateError(f"This pool is {state}.")
         # Run last: whatever was registered before, the sink, is registered again once it is back.
         self.undo(self._announce_sink)
         self._let_go()

@@ -1,0 +1,223 @@
+"""SGLang finds kvarena, applies it, and the application is proven, not believed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvarena.plugin.engines.sglang import attach, families, register
+from kvarena.plugin.engines.sglang.request import ENVIRONMENT
+from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.shapes import differences, resolve
+from kvarena.plugin.engines.sglang.targets import Kind, Layer
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def unattached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that SGLang has not called yet; the hooks that stand stay."""
+    for name in ("attached", "family", "layer", "settings", "_problems", "planned"):
+        monkeypatch.setattr(runtime, name, False if name == "attached" else None)
+
+
+def test_every_target_of_the_release_is_applied(sglang: Any) -> None:
+    assert sglang.version in sglang.family.releases
+    assert runtime.attached
+    assert runtime.problems() == []
+    targets = attach.active_targets(sglang.family, sglang.layer)
+    assert len(targets) >= 10
+    assert {t.path for t in targets if t.kind is Kind.AROUND} <= sglang.registry._patched
+    for target in targets:
+        if target.kind is Kind.PROPERTY:
+            assert isinstance(resolve(target.path), property)
+
+
+def test_the_entry_point_is_what_sglang_called(sglang: Any) -> None:
+    sources = {
+        source.plugin_name
+        for target in attach.active_targets(sglang.family, sglang.layer)
+        if target.kind is Kind.AROUND
+        for _, _, source in sglang.registry._hooks[target.path]
+    }
+    assert sources == {"kvarena"}
+
+
+def test_register_again_changes_nothing(sglang: Any, unattached: None) -> None:
+    hooks = {path: list(entries) for path, entries in sglang.registry._hooks.items()}
+    register()
+    register()
+    assert runtime.attached
+    assert {path: list(entries) for path, entries in sglang.registry._hooks.items()} == hooks
+    assert runtime.problems() == []
+
+
+def test_off_means_off(sglang: Any, unattached: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVARENA_ENABLE", "0")
+    register()
+    assert not runtime.attached
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [("KVARENA_NONSENSE", "1", "KVARENA_NONSENSE"), ("KVARENA_POOL_BYTES", "many", "pool_bytes")],
+)
+def test_bad_settings_are_one_line_and_a_stock_server(
+    sglang: Any,
+    unattached: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+    named: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    register()
+    assert not runtime.attached
+    assert len(caplog.records) == 1
+    assert named in caplog.text
+    assert "runs as stock" in caplog.text
+
+
+def test_no_sglang_is_one_line(
+    sglang: Any, unattached: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attach, "release_of_sglang", lambda: None)
+    register()
+    assert not runtime.attached
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvarena: KVARENA_ENABLE is set but SGLang is not installed; nothing is done."
+    ]
+
+
+def test_a_missing_target_and_a_changed_signature_refuse_the_release_by_name(
+    sglang: Any, unattached: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(sglang.pools.UnifiedKVPool, "_build_mamba_views")
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", lambda self, budget_bytes, tokens: None)
+    register()
+    assert not runtime.attached
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert sglang.version in line
+    assert "_build_mamba_views is missing" in line
+    assert "config_from_budget(self, budget_bytes, tokens)" in line
+    assert "cap_tokens=None" in line
+
+
+def test_parameters_with_defaults_may_be_added(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(self: Any, budget_bytes: int, *, cap_tokens: int | None = None, new: int = 0) -> None: ...
+
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", wider)
+    assert differences(sglang.family) == []
+
+
+def test_an_unknown_release_with_known_shapes_needs_no_code(sglang: Any) -> None:
+    family, reasons = families.choose("0.9.0", experimental=True)
+    assert family is sglang.family
+    assert reasons == []
+
+
+def test_a_release_that_somebody_else_half_changed_is_refused_by_the_other_families(sglang: Any) -> None:
+    for family in families.FAMILIES:
+        if family is not sglang.family:
+            assert differences(family), f"{family.name} would take SGLang {sglang.version}"
+
+
+def test_experimental_releases_get_the_planner_alone_unless_asked_for(sglang: Any) -> None:
+    family, _ = families.choose(sglang.version, experimental=False)
+    assert family is sglang.family
+    layer = families.layer_of(family, sglang.version, experimental=False)
+    assert layer is (Layer.TRUTHFUL if sglang.number < 20 else sglang.family.layer)
+    if layer is Layer.TRUTHFUL:
+        assert attach.active_targets(family, layer) == (family.planner,)
+
+
+def test_a_hook_that_was_not_applied_makes_everything_stock(
+    sglang: Any, rig: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang logs and swallows what fails while it applies hooks; here one of ours got lost so."""
+    lost = attach.active_targets(sglang.family, sglang.layer)[1].path
+    monkeypatch.setattr(sglang.registry, "_patched", sglang.registry._patched - {lost})
+    monkeypatch.setattr(runtime, "_problems", None)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    runtime._said.clear()
+    arguments = rig_module.planner_arguments(sglang)
+    assert rig_module.plan(sglang, arguments) is False
+    assert not runtime.acts()
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert f"[not_applied]: the hook on {lost} was not applied" in line
+    if not sglang.hardened:
+        assert rig.reserved(256, 128).kv.post_capture_active is False
+
+
+def test_a_hook_that_something_replaced_makes_everything_stock(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = attach.active_targets(sglang.family, sglang.layer)[-1]
+    owner, _, name = target.path.rpartition(".")
+    monkeypatch.setattr(resolve(owner), name, lambda self: None)
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert runtime.problems() == [f"the hook on {target.path} was applied, but something replaced it"]
+
+
+def test_two_plugins_on_one_target_make_everything_stock(
+    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
+    kind = resolve("sglang.srt.plugins.hook_registry.HookType").REPLACE
+    path = attach.active_targets(sglang.family, sglang.layer)[1].path
+    entries = [*sglang.registry._hooks[path], (kind, lambda *a, **k: None, source)]
+    monkeypatch.setitem(sglang.registry._hooks, path, entries)
+    monkeypatch.setattr(runtime, "_problems", None)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+
+
+SCRIPT = """
+import logging, os, sys
+logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from kvarena.plugin.engines.sglang.attach import refused_by_environment
+from kvarena.plugin.engines.sglang.runtime import runtime
+print("attached", runtime.attached, refused_by_environment())
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SGLANG_PLUGINS": "another"}, "attached False SGLANG_PLUGINS=another leaves kvarena out"),
+        ({"KVARENA_ENABLE": ""}, "attached False None"),
+        ({"KVARENA_ENABEL": "1"}, "attached False None"),
+    ],
+    ids=["excluded", "off", "misspelt"],
+)
+def test_a_fresh_process_runs_as_stock(environment: dict[str, str], expected: str) -> None:
+    environ = os.environ | {"KVARENA_ENABLE": "1"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert expected in done.stdout
+    assert "Traceback" not in done.stderr
+    if "SGLANG_PLUGINS" in environment:
+        assert "Skipping plugin kvarena" in done.stderr
+    if "KVARENA_ENABEL" in environment:
+        assert done.stderr.count("KVARENA_ENABEL") == 1
+
+
+def test_the_entry_point_is_light() -> None:
+    code = "import kvarena.plugin.engines.sglang as e, sys; e.register(); print('torch' in sys.modules)"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVARENA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=Path("/"), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
