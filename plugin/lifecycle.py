@@ -102,8 +102,13 @@ class PoolLifecycle:
         """Ask every plugin why this configuration should not be sized after capture; empty: go on."""
         refusals = collect_refusals(self.manager, request)
         for refusal in refusals:
-            self.timeline.add("refused", code=refusal.code, setting=refusal.setting)
-            logger.warning("kvarena: not sized after capture: %s", refusal.reason)
+            self.timeline.add(
+                "refused",
+                level=logging.WARNING,
+                code=refusal.code,
+                setting=refusal.setting,
+                reason=refusal.reason,
+            )
         return refusals
 
     def reserve(

@@ -173,7 +173,7 @@ def _engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         "kvarena_transfers_in_flight", "Transfers, or leases granted, that have not ended.", labels=labels
     )
     transfers = CounterMetricFamily("kvarena_transfers", "Transfers submitted.", labels=labels)
-    moved = CounterMetricFamily("kvarena_transferred_bytes", "Bytes of transfers that ended.", labels=labels)
+    moved = CounterMetricFamily("kvarena_transferred_bytes", "Bytes written to peers.", labels=labels)
     failed = CounterMetricFamily("kvarena_transfer_failures", "Transfers that failed.", labels=labels)
     for each in engines:
         for family, value in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -53,14 +54,15 @@ class Timeline:
         nbytes: int | None = None,
         address: int | None = None,
         milliseconds: float = 0.0,
+        level: int = logging.INFO,
         **details: Any,
     ) -> Event:
-        """Record an event that has ended."""
+        """Record an event that has ended; its line is logged at `level`."""
         event = Event(name, nbytes, address, milliseconds, self.now_s, details)
         self.events.append(event)
         fields = {"bytes": nbytes, "address": None if address is None else hex(address)} | details
-        text = "".join(f"{key}={value} " for key, value in fields.items() if value is not None)
-        logger.info("kvarena: %s %sms=%.3f", name, text, milliseconds)
+        text = "".join(f"{key}={_quoted(value)} " for key, value in fields.items() if value is not None)
+        logger.log(level, "kvarena: %s %sms=%.3f", name, text, milliseconds)
         for listener in self.listeners:
             listener(event)
         return event
@@ -76,3 +78,9 @@ class Timeline:
     def as_dicts(self) -> list[dict[str, Any]]:
         """The events as plain dictionaries, for JSON and for messages between processes."""
         return [asdict(event) for event in self.events]
+
+
+def _quoted(value: object) -> str:
+    """Values with spaces in quotes, so that a line can be taken apart at spaces."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if " " in text or '"' in text else text

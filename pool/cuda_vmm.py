@@ -167,7 +167,7 @@ class CudaVmm:
         released = max(0, before - torch.cuda.memory_reserved(self.device))
         if released:
             self.cached_bytes_released += released
-            _log.info("Released %d bytes that torch had cached on %s.", released, self.device)
+            _log.debug("Released %d bytes that torch had cached on %s.", released, self.device)
         return released
 
     def _create(self, nbytes: int) -> int:

@@ -14,7 +14,7 @@ from kvarena.plugin.doctor.child import emit, take_stdout
 
 __all__ = ["main", "probe"]
 
-_TRIED_BYTES = 64 << 20
+_TRIED_BYTES = 32 << 20
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -70,6 +70,7 @@ class StatusReporter:
         self._resize: PostCaptureKVResize | None = None
         self._source: UsageSource | None = None
         self._source_failed = False
+        self._lock = threading.Lock()
         self._recorder = Recorder(timeline, self.name)
         self._file: StatusFile | None = None
         self._wake = threading.Event()
@@ -179,9 +180,11 @@ class StatusReporter:
         try:
             return self._source.page_usage()
         except Exception:
-            if not self._source_failed:
+            # The engine's thread and ours may both be here.
+            with self._lock:
+                first, self._source_failed = not self._source_failed, True
+            if first:
                 logger.warning("kvarena: live and free pages cannot be read", exc_info=True)
-            self._source_failed = True
             return {}
 
 

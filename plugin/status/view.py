@@ -107,7 +107,7 @@ def _memory(pool: PoolStatus) -> Text:
         f"backed {format_bytes(pool.backed_bytes)} by {handles} {'handle' if handles == 1 else 'handles'}"
     )
     if pool.tokens and pool.state in ("serving", "eager"):
-        line += f", {pool.tokens:,} tokens"
+        line += f", up to {pool.tokens:,} tokens"
         if pool.requests is not None:
             line += f", states of {pool.requests:,} requests"
     if pool.torch_cached_bytes:
@@ -137,9 +137,9 @@ def _bar(pool: PoolStatus) -> Text:
 def _engine(engine: EngineStatus) -> Text:
     regions = len(engine.regions)
     line = (
-        f"  {engine.name}: {format_bytes(engine.registered_bytes)} registered in {regions} "
-        f"{'region' if regions == 1 else 'regions'} (epoch {engine.epoch}), {engine.in_flight} in flight, "
-        f"{format_bytes(engine.transferred_bytes)} moved"
+        f"  {engine.name}: {format_bytes(engine.registered_bytes)} registered ({regions} "
+        f"{'region' if regions == 1 else 'regions'}, epoch {engine.epoch}), {engine.in_flight} in flight, "
+        f"{format_bytes(engine.transferred_bytes)} sent"
     )
     return Text.assemble(line, (f", {engine.failures} failed" if engine.failures else "", "red"))
 

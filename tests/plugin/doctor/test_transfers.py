@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvarena.plugin.doctor import transfers
 from kvarena.plugin.doctor.findings import Finding
 from kvarena.plugin.doctor.transfers import _finding, examine_engine, ucx_path
 
@@ -43,6 +44,11 @@ TABLES = """
 [17959.1] [vm:1:1]   | 0..2047 | short | tcp/lo |
 [17959.1] [vm:1:1]   | 2048..inf | (?) software emulation | tcp/lo |
 """
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(transfers._BYTES, "cpu", 4 << 20)
 
 
 def _examine(name: str, **kwargs: Any) -> list[Finding]:
@@ -136,13 +142,17 @@ def test_falling_off_the_fast_path_is_a_warning_with_the_way_out() -> None:
         one = {"pages_gb_per_s": 0.1, "arrived": True}
         return {"plain": one | {"gb_per_s": plain}, "arena": one | {"gb_per_s": arena}, "path": path}
 
-    slow = _finding("nixl (nixl-cu13 1.5.1)", "nixl", measured(862, 0.44, "software emulation, tcp/lo"))
+    def verdict(name: str, *args: Any, on_gpu: bool = True) -> Finding:
+        return _finding(f"{name} 1.0", name, measured(*args), on_gpu=on_gpu)
+
+    slow = verdict("nixl", 862, 0.44, "software emulation, tcp/lo")
     assert slow.verdict == "warning"
     assert "0.44 GB/s" in slow.what
     assert "862 GB/s" in slow.what
     assert "KVARENA_TRANSFER=same-host" in slow.fix
-    assert _finding("nixl", "nixl", measured(862, 0.44, "")).verdict == "warning"
-    assert _finding("mooncake", "mooncake", measured(1.8, 1.4, "")).verdict == "ok"
+    assert verdict("nixl", 862, 0.44, "").verdict == "warning"
+    assert verdict("nixl", 1.3, 0.2, "zero-copy, cma/memory", on_gpu=False).verdict == "ok"
+    assert verdict("mooncake", 1.8, 1.4, "").verdict == "ok"
 
 
 def test_ucx_says_which_path_it_takes_to_a_peer() -> None:

@@ -45,7 +45,7 @@ def test_a_process_in_words(serving: Any, capsys: pytest.CaptureFixture[str]) ->
     assert "decode" in said
     assert "reserved 8.00 MiB, backed 4.00 MiB by 1 handle" in said
     assert f"{serving.allocator.size_full:,} tokens" in said
-    assert "mooncake: 4.00 MiB registered in 1 region" in said
+    assert "mooncake: 4.00 MiB registered (1 region, epoch 3)" in said
     full = next(line for line in said.splitlines() if "full" in line)
     assert f"80 of {serving.allocator.size_full:,} tokens" in full
     assert all(len(line) <= 80 for line in said.splitlines())
