@@ -18,6 +18,14 @@ check: $(READY)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# The real SGLang wheels, each release in a process of its own; what they need is kept in .cache/contract.
+contract: $(READY)
+	$(PY) tests/sglang/prepare.py $(ARGS)
+
+docs: $(READY)
+	$(PY) tools/hook_reference.py --check
+	$(VENV)/bin/mkdocs build --strict --quiet --site-dir site
+
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	sh tools/setup.sh $(VENV) $(EXTRAS)
 	@touch $(READY)

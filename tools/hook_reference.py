@@ -14,18 +14,18 @@ HEAD = """# Hook reference
 
 <!-- Written by tools/hook_reference.py from hooks/specs.py; do not edit. -->
 
-Hooks are [pluggy](https://pluggy.readthedocs.io)'s, with the project name `kvarena`. A plugin is a module or an
-object with some of these functions, marked with `kvarena.hooks.hookimpl`. Take any subset of a hook's arguments, by
-their names. Installed distributions are found through the entry-point group `kvarena`:
+Hooks are [pluggy](https://pluggy.readthedocs.io)'s, with the project name `kvarena`. A plugin is a module
+or an object with some of these functions, marked with `kvarena.hooks.hookimpl`. Take any subset of a hook's
+arguments, by their names. Installed distributions are found through the entry-point group `kvarena`:
 
 ```toml
 [project.entry-points.kvarena]
 my_plugin = "my_package.my_module"
 ```
 
-`KVARENA_LOAD_PLUGINS=0` loads none of them, `KVARENA_BLOCK_PLUGINS=my_plugin` leaves one out. Whoever is registered
-last is asked first, so an installed plugin answers before the built-in ones. A plugin that raises is named in the
-error, and a finalize in which one raises is taken back as a whole.
+`KVARENA_LOAD_PLUGINS=0` loads none of them, `KVARENA_BLOCK_PLUGINS=my_plugin` leaves one out. Whoever is
+registered last is asked first, so an installed plugin answers before the built-in ones. A plugin that
+raises is named in the error, and a finalize in which one raises is taken back as a whole.
 
 | hook | asks | arguments | answer | answers used |
 |---|---|---|---|---|
@@ -45,7 +45,8 @@ def page() -> str:
         options = getattr(function, "kvarena_spec")  # noqa: B009 - set by pluggy's marker
         used = "the first that is not None" if options["firstresult"] else "all"
         question = (inspect.getdoc(function) or "").strip()
-        rows.append(f"| `{name}` | {question} | {arguments} | {answer} | {used if answer != 'nothing' else '-'} |")
+        cells = (f"`{name}`", question, arguments, answer, "-" if answer == "nothing" else used)
+        rows.append(f"| {' | '.join(cells)} |")
     return HEAD + "\n".join(rows) + "\n"
 
 
