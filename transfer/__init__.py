@@ -18,6 +18,7 @@ from kvarena.transfer.errors import (
     TransferTimeout,
 )
 from kvarena.transfer.lease import Lease, LeaseTable
+from kvarena.transfer.leased_pages import LeasedPageEngine
 from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest, SubPoolManifest
 from kvarena.transfer.mooncake import MooncakeEngine
@@ -42,6 +43,7 @@ __all__ = [
     "Lease",
     "LeaseError",
     "LeaseTable",
+    "LeasedPageEngine",
     "Manifest",
     "ManifestMismatch",
     "MooncakeEngine",

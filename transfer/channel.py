@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, TransferFailed, TransferTimeout
 from kvarena.transfer.lease import Lease
+from kvarena.transfer.leased_pages import LeasedPageEngine, submit_leased
 from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.manifest import Manifest
-from kvarena.transfer.pages import join_copies, plan_page_copies
+from kvarena.transfer.pages import PageCopies, join_copies, plan_page_copies
 from kvarena.transfer.protocol import Pending
 
 __all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
@@ -64,6 +65,8 @@ class PageChannel:
     ) -> None:
         self.ledger = ledger
         self.engine = ledger.engine
+        self.leased = ledger.engine if isinstance(ledger.engine, LeasedPageEngine) else None
+        """The engine, if it takes pages and checks the lease on both sides."""
         self.manifest = manifest
         self._pages = pages
         self._peers: dict[str, Hello] = {}
@@ -156,6 +159,23 @@ class PageChannel:
                 del self._sent[other]
         return transfer
 
+    def admit(self, peer: str, lease: Lease) -> None:
+        """A request has arrived: let an engine that checks leases itself know this one in time."""
+        if self.leased is not None:
+            self.leased.admit(peer, lease)
+
+    def expect(self, lease: Lease) -> Pending | None:
+        """On the receiver's side, before a lease goes out: what ends when its pages are there.
+
+        None: this engine does not tell a receiver, the sender's word has to do.
+        """
+        return None if self.leased is None else self.leased.expect(lease)
+
+    def take_back(self, lease: Lease, why: str) -> None:
+        """On the receiver's side: let nobody write under a lease any more, if the engine can see to it."""
+        if self.leased is not None:
+            self.leased.revoke(lease, why)
+
     def revoke(self, peer: str, request: str, serial: int, timeout: float = 30.0) -> None:
         """The receiver takes a lease back: send nothing more, and wait until nothing is being written.
 
@@ -182,10 +202,21 @@ class PageChannel:
             raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
         if revoked:
             raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+        for name, (_, dst) in moves.items():
+            lease.check(name, dst, epoch=theirs.epoch)
+        try:
+            if self.leased is not None:
+                ours = self._pages()
+                bases = {name: (ours[name].address, theirs.pages[name][0]) for name in moves}
+                return submit_leased(self.leased, peer, lease, self.manifest, moves, bases)
+            return self.engine.submit(peer, *self._plan(theirs, moves))
+        except TransferFailed as error:
+            raise error.of(lease.request) from error
+
+    def _plan(self, theirs: Hello, moves: Mapping[str, PageMoves]) -> PageCopies:
         ours = self._pages()
         plans = []
         for name, (src, dst) in moves.items():
-            lease.check(name, dst, epoch=theirs.epoch)
             address, num_pages = theirs.pages[name]
             plans.append(
                 plan_page_copies(
@@ -200,10 +231,7 @@ class PageChannel:
                     dst_num_pages=num_pages,
                 )
             )
-        try:
-            return self.engine.submit(peer, *join_copies(*plans))
-        except TransferFailed as error:
-            raise error.of(lease.request) from error
+        return join_copies(*plans)
 
 
 class _Gated:
