@@ -53,7 +53,7 @@ class PageBook:
         full, window = config.page_bytes()
         pages = self.usable_bytes // (full + window)
         widest = config.window_pages + config.chunk_pages
-        if pages > widest:
+        if pages >= widest:
             pages = (self.usable_bytes - widest * window) // full
         return int(pages) * config.page_size
 
