@@ -3,8 +3,9 @@
     python bench/transfer.py [--engines mooncake nixl] [--rounds 15] [--json]
 
 Two processes of this host, host memory. For every case the three are measured in turn, round by round,
-so that a busy machine slows all of them, and the fastest round counts, because noise only adds. "raw" is
-the fastest of the engine's own calls for the same bytes: the same coalesced copies, the same connection.
+so that a busy machine slows all of them: rates are medians, and a ratio is the median of the rounds'
+ratios. "raw" is the fastest of the engine's own calls for the same bytes: the same coalesced copies, on
+the same connection.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import ctypes
 import json
 import os
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -53,14 +56,8 @@ class Row:
     raw_gb_s: float
     kvarena_gb_s: float
     raw_call: str
-
-    @property
-    def of_raw(self) -> float:
-        return self.kvarena_gb_s / self.raw_gb_s
-
-    @property
-    def of_memcpy(self) -> float:
-        return self.kvarena_gb_s / self.memcpy_gb_s
+    of_raw: float
+    of_memcpy: float
 
 
 def cases() -> list[Case]:
@@ -157,8 +154,9 @@ def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[R
 
             ways = raw(source.engine, peer, plan) | {"memcpy": memcpy, "kvarena": through_kvarena}
             seconds = in_turn(ways, rounds)
-            best = min((way for way in ways if way not in ("memcpy", "kvarena")), key=seconds.__getitem__)
-            rate = {way: case.nbytes / spent / 1e9 for way, spent in seconds.items()}
+            typical = {way: statistics.median(spent) for way, spent in seconds.items()}
+            best = min((way for way in ways if way not in ("memcpy", "kvarena")), key=typical.__getitem__)
+            rate = {way: case.nbytes / spent / 1e9 for way, spent in typical.items()}
             rows.append(
                 Row(
                     engine=engine,
@@ -169,6 +167,8 @@ def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[R
                     raw_gb_s=rate[best],
                     kvarena_gb_s=rate["kvarena"],
                     raw_call=best,
+                    of_raw=ratio(seconds[best], seconds["kvarena"]),
+                    of_memcpy=ratio(seconds["memcpy"], seconds["kvarena"]),
                 )
             )
     finally:
@@ -178,18 +178,23 @@ def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[R
     return rows
 
 
-def in_turn(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Fewest seconds of each way, after one round to warm up."""
+def in_turn(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round, after one round to warm up."""
     spent: dict[str, list[float]] = {way: [] for way in ways}
-    names = list(ways)
+    names, order = list(ways), random.Random(2)
     for number in range(rounds + 1):
-        # Another one goes first each time: what precedes a measurement warms or cools the caches.
-        for way in names[number % len(names) :] + names[: number % len(names)]:
+        # What precedes a measurement warms or cools the caches: another order each time.
+        for way in order.sample(names, len(names)):
             started = time.perf_counter()
             ways[way]()
             if number:
                 spent[way].append(time.perf_counter() - started)
-    return {way: min(times) for way, times in spent.items()}
+    return spent
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    """How many times as fast ours is, typically, as theirs in the same round."""
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -211,12 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
         for engine in options.engines:
             rows += measure(engine, options.rounds, status.update)
     if options.json:
-        json.dump(
-            [asdict(row) | {"of_raw": row.of_raw, "of_memcpy": row.of_memcpy} for row in rows], sys.stdout
-        )
-        print()
+        print(json.dumps([asdict(row) for row in rows]))
         return 0
-    table = Table(title="GB/s, fastest round, two processes of this host")
+    table = Table(title="GB/s, two processes of this host")
     for column in ("engine", "case"):
         table.add_column(column, no_wrap=True)
     for column in ("copies", "memcpy", "raw", "kvarena", "of raw", "of memcpy"):
