@@ -43,11 +43,11 @@ def examine_sglang(settings: Settings, arguments: str | None) -> Iterator[Findin
     with Child("sglang_probe", [] if arguments is None else [arguments]) as child:
         try:
             found = child.answer(_TIMEOUT_S)
+            yield from _installation(found, enabled=settings.enable, judged=arguments is not None)
+            if arguments is not None and not found["problems"]:
+                yield from _configuration(child.answer(_TIMEOUT_S)["refusals"])
         except ChildFailed as failure:
             yield Finding(topic="sglang", verdict="broken", what=f"SGLang {_version()}: {failure}")
-            return
-    yield from _installation(found, enabled=settings.enable, judged=arguments is not None)
-    yield from _configuration(found, judged=arguments is not None)
 
 
 def _installation(found: dict[str, Any], *, enabled: bool, judged: bool) -> Iterator[Finding]:
@@ -61,10 +61,11 @@ def _installation(found: dict[str, Any], *, enabled: bool, judged: bool) -> Iter
         )
     if not found["problems"]:
         targets = len(found["targets"])
+        fit = f"all {targets} hook targets fit" if targets > 1 else "the hook target fits"
         yield Finding(
             topic="sglang",
             verdict="ok",
-            what=f"SGLang {release}: all {targets} hook targets fit ({_LAYERS[found['layer']]})",
+            what=f"SGLang {release}: {fit}; {_LAYERS[found['layer']]}",
             data=found,
         )
     if not enabled:
@@ -77,13 +78,11 @@ def _installation(found: dict[str, Any], *, enabled: bool, judged: bool) -> Iter
         )
 
 
-def _configuration(found: dict[str, Any], *, judged: bool) -> Iterator[Finding]:
-    if not judged or "refusals" not in found:
-        return
+def _configuration(reasons: list[dict[str, str]]) -> Iterator[Finding]:
     from kvarena.plugin.doctor.configuration import refusals
     from kvarena.pool.refusals import Refusal
 
-    yield from refusals("SGLang", [Refusal(**each) for each in found["refusals"]])
+    yield from refusals("SGLang", [Refusal(**each) for each in reasons])
 
 
 def _version() -> str | None:

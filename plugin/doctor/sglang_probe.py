@@ -17,15 +17,15 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``[SGLANG ARGUMENTS]``: what a launcher would be given, as one text."""
+    """``[SGLANG ARGUMENTS]``, as one text: answers the installation, then the reasons against them."""
     take_stdout()
     # What kvarena would do is asked as if it were on; whether it is, the parent says.
     os.environ["KVARENA_ENABLE"] = "1"
     try:
         found = _installation()
-        if found["release"] is not None and arguments and not found["problems"]:
-            found["refusals"] = _refusals(arguments[0])
         emit(found)
+        if found["release"] is not None and arguments and not found["problems"]:
+            emit({"refusals": _refusals(arguments[0])})
     except KvArenaError as error:
         emit({"error": str(error)})
     return 0
@@ -79,12 +79,17 @@ def _parsed(arguments: str) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return prepare_server_args(shlex.split(arguments))
-    except (SystemExit, ValueError) as error:
+            server_args = prepare_server_args(shlex.split(arguments))
+            # Construction resolved them itself up to 0.5.19.
+            resolve_once = getattr(server_args, "resolve_once", None)
+            if resolve_once is not None:
+                resolve_once()
+            return server_args
+    except SystemExit as error:
         last = said.getvalue().strip().splitlines()[-1:] or [str(error)]
-        raise KvArenaError(f"SGLang does not take these arguments: {last[0]}.") from error
+        raise KvArenaError(f"it does not take these arguments: {last[0].rstrip('.')}.") from error
     except Exception as error:
         raise KvArenaError(
-            f"SGLang cannot resolve these arguments on this machine: {type(error).__name__}: {error}.",
+            f"it cannot resolve these arguments here: {type(error).__name__}: {str(error).rstrip('.')}.",
             fix="Run the doctor where the server would run.",
         ) from error
