@@ -44,6 +44,12 @@ def rig_module() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def runner_module() -> ModuleType:
+    """Builds model runners."""
+    return _load("runner")
+
+
+@pytest.fixture(scope="session")
 def sglang() -> Iterator[Any]:
     """The release, imported, with kvarena attached by SGLang's own `load_plugins`."""
     assert RELEASE

@@ -118,11 +118,9 @@ class Rig:
         config.unified_memory_pool_bytes = self.total_bytes(full, swa) if nbytes is None else nbytes
         return config
 
-    def eager(
-        self, full: int, swa: int, *, page_size: int = 4, lazy: bool = False, nbytes: int | None = None
-    ) -> Bundle:
+    def eager(self, full: int, swa: int, **changes: Any) -> Bundle:
         """Stock's own pool of that size."""
-        return Bundle(self._init(self._arguments(full, swa, page_size, lazy, nbytes), planned=False))
+        return Bundle(self._init(self._arguments(full, swa, **changes), planned=False))
 
     def reserved(self, full: int, swa: int, **changes: Any) -> Bundle:
         """The same over an arena, with only the sink backed."""
@@ -136,7 +134,7 @@ class Rig:
         return tuple(inspect.signature(self.release.pools.init_unified_swa_pools).parameters)
 
     def _arguments(
-        self, full: int, swa: int, page_size: int, lazy: bool, nbytes: int | None
+        self, full: int, swa: int, page_size: int = 4, lazy: bool = False, nbytes: int | None = None
     ) -> dict[str, Any]:
         arguments = {
             "device": "cpu",
@@ -228,6 +226,7 @@ def planner_arguments(release: Release, **changes: Any) -> Any:
         "attention_arch": resolve("sglang.srt.configs.model_config.AttentionArch").MHA,
         "hf_config": hf_config("GptOssForCausalLM"),
         "is_draft_model": False,
+        "linear_attn_registry_result": None,
         "full_attention_layer_ids": [0, 2],
         "swa_attention_layer_ids": [1, 3],
         "head_dim": 8,

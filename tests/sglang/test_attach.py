@@ -183,6 +183,8 @@ def test_two_plugins_on_one_target_make_everything_stock(
 
 SCRIPT = """
 import logging, os, sys
+import mocks
+mocks.install()
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -202,7 +204,9 @@ print("attached", runtime.attached, refused_by_environment())
     ids=["excluded", "off", "misspelt"],
 )
 def test_a_fresh_process_runs_as_stock(environment: dict[str, str], expected: str) -> None:
-    environ = os.environ | {"KVARENA_ENABLE": "1"} | environment
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, os.environ["PYTHONPATH"]])
+    environ = os.environ | {"KVARENA_ENABLE": "1", "PYTHONPATH": path} | environment
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=100, check=True
     )

@@ -43,7 +43,11 @@ def config_from_budget(
     session = current_session.get()
     if session is None:
         return original(self, budget_bytes, cap_tokens=cap_tokens)
-    return session.solve(lambda budget: original(self, budget, cap_tokens=cap_tokens), self, budget_bytes)
+    return session.solve(
+        lambda budget: original(self, budget, cap_tokens=cap_tokens),
+        lambda tokens: _config_from_tokens(self, tokens, session.bound.page_size),
+        budget_bytes,
+    )
 
 
 def finalize_backing(original: Callable[..., Any], self: Any, config: Any) -> Any:
@@ -74,6 +78,13 @@ def resize_allocator(original: Callable[..., Any], self: Any, config: Any) -> An
         session.undo(saved.restore)
     watch(bound, self)
     return None
+
+
+def _config_from_tokens(configurator: Any, tokens: int, page_size: int) -> Any:
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    solver = create_memory_pool_configurator(configurator)
+    return solver.calculate_pool_sizes_from_max_tokens(tokens, page_size)
 
 
 def _family() -> Any:

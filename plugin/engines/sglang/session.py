@@ -56,8 +56,9 @@ class ResizeSession:
         self._ranks = ranks
         self._runner = runner
         self._solver: Callable[[int], Any] | None = None
-        self._configurator: Any = None
+        self._from_tokens: Callable[[int], Any] | None = None
         self._budget = 0
+        self._lack = ""
         self._config: Any = None
         self._undo: list[Callable[[], object]] = []
         self._told = False
@@ -86,15 +87,24 @@ class ResizeSession:
         """Remember how to take back what was just done."""
         self._undo.append(step)
 
-    def solve(self, solver: Callable[[int], Any], configurator: Any, budget: int) -> Any:
+    def solve(self, solver: Callable[[int], Any], from_tokens: Callable[[int], Any], budget: int) -> Any:
         """A configuration for this budget, with the tokens that every rank can hold.
+
+        Parameters
+        ----------
+        solver : callable
+            A budget in bytes to SGLang's configuration.
+        from_tokens : callable
+            A count of tokens to SGLang's configuration.
+        budget : int
+            Bytes, as SGLang measured them on this rank.
 
         Raises
         ------
         RanksDisagreeError
             A rank cannot size its pool.
         """
-        self._solver, self._configurator = solver, configurator
+        self._solver, self._from_tokens = solver, from_tokens
         self._budget = self._allowed(budget)
         self._config = self._solve()
         return self._config
@@ -127,7 +137,8 @@ class ResizeSession:
                     raise error
                 raise_if_failed(reports, mine.stage)
             self.attempts += 1
-            self._budget -= self._less(error)
+            self._budget = max(0, self._budget - self._less(error))
+            self._lack = mine.failure
             logger.warning(
                 "kvarena: backing %d bytes failed on %s; trying a budget of %d bytes.",
                 int(config.unified_memory_pool_bytes),
@@ -209,21 +220,20 @@ class ResizeSession:
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             # Its own words go to every rank; SGLang raises RuntimeError when nothing fits.
             failure = f"{type(error).__name__}: {error}"
+        if tokens <= 0 and not failure:
+            failure = f"no token fits a budget of {self._budget} bytes"
+        if failure and self._lack:
+            failure = f"{self._lack} Then: {failure}"
         reports = self._ranks.exchange(Report("sized", failure=failure, tokens=tokens))
         if any(report.failure or report.stage != "sized" for report in reports):
             self._told = True
             raise_if_failed(reports, "sized")
         if len(reports) > 1:
             # The same tokens give the same bytes on ranks of one layout; a budget's leftovers would not.
+            assert self._from_tokens is not None
             config = self._from_tokens(min(report.tokens for report in reports))
         config.unified_memory_pool_bytes = self._bytes_of(config)
         return config
-
-    def _from_tokens(self, tokens: int) -> Any:
-        from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-
-        solver = create_memory_pool_configurator(self._configurator)
-        return solver.calculate_pool_sizes_from_max_tokens(tokens, self.bound.page_size)
 
     def _bytes_of(self, config: Any) -> int:
         """The pool's bytes: in the release's own field, or the sum over both sides' tokens."""

@@ -1,0 +1,128 @@
+"""What one rank does in the tests of several ranks; a module of its own, because processes are spawned."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+ENTRY = {"full": 64, "swa": 96}
+PAGE, RESERVED = 4, 1 << 20
+
+
+def serve(rank: int, count: int, init: str, inbox: Any, outbox: Any) -> None:
+    """Run the scenarios that arrive, until None does."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=count)
+    while (scenario := inbox.get()) is not None:
+        try:
+            outbox.put((rank, run(rank, dist.group.WORLD, scenario)))
+        except Exception:  # noqa: BLE001 - the test prints it
+            outbox.put((rank, {"broken": traceback.format_exc()}))
+    dist.destroy_process_group()
+
+
+def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
+    """One resize of one rank; `scenario` says what goes wrong, and where."""
+    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.family_0_5_22 import FAMILY
+    from kvarena.plugin.engines.sglang.ranks import Ranks
+    from kvarena.plugin.engines.sglang.runtime import runtime
+    from kvarena.plugin.engines.sglang.session import ResizeSession
+    from kvarena.pool import Arena, HostVmm, OutOfMemoryError
+    from kvarena.pool.sizing import RanksDisagreeError
+
+    mine = {key: value[rank] for key, value in scenario.items()}
+    driver = _Limited(HostVmm(), mine.get("limit", 1 << 40), OutOfMemoryError)
+    pool = make_pool()
+    arena = Arena(driver, RESERVED)  # type: ignore[arg-type]
+    arena.back(PAGE * 96)
+    bound = BoundPool(pool, arena, sink_bytes=PAGE * 96)
+    runtime.settings = _settings()
+    runtime.family = FAMILY
+    seen: dict[str, Any] = {"error": "", "kind": ""}
+    layers = mine.get("layers", 1)
+    try:
+        with ResizeSession(bound, FAMILY, ranks=Ranks(group)) as session:
+            if mine.get("fail") == "early":
+                raise RuntimeError("no luck before anything began")
+            config = session.solve(
+                lambda budget: solve(budget // layers, mine),
+                lambda tokens: from_tokens(tokens, layers),
+                mine["budget"],
+            )
+            session.back(config)
+            if mine.get("fail") == "late":
+                raise RuntimeError("no luck after backing")
+            session.finish()
+        seen["attempts"] = session.attempts
+    except RanksDisagreeError as error:
+        seen |= {"error": str(error), "kind": "ranks", "failed": sorted(error.failures)}
+    except RuntimeError as error:
+        seen |= {"error": str(error), "kind": "own"}
+    seen |= {
+        "total": bound.total_bytes,
+        "finalized": bound.finalized,
+        "handles": len(arena.mappings),
+        "backed": arena.backed_bytes,
+        "tokens": getattr(locals().get("config"), "max_total_num_tokens", None),
+    }
+    arena.close()
+    return seen
+
+
+def solve(budget: int, mine: dict[str, Any]) -> Any:
+    """The most tokens for a budget, with 3 window tokens to 4 full ones; fails when told to."""
+    if mine.get("fail") == "solver":
+        raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.")
+    return from_tokens(budget * 4 // (4 * ENTRY["full"] + 3 * ENTRY["swa"]) // PAGE * PAGE, 1)
+
+
+def from_tokens(tokens: int, layers: int) -> Any:
+    window = tokens * 3 // 4
+    return SimpleNamespace(
+        max_total_num_tokens=tokens,
+        full_max_total_num_tokens=tokens,
+        swa_max_total_num_tokens=window,
+        unified_memory_pool_bytes=layers * (tokens * ENTRY["full"] + window * ENTRY["swa"]),
+    )
+
+
+def make_pool() -> Any:
+    """What BoundPool asks of SGLang's pool."""
+    specs = [
+        SimpleNamespace(name=name, entry_bytes=lambda nbytes=nbytes: nbytes) for name, nbytes in ENTRY.items()
+    ]
+    by_name: dict[str, Any] = {spec.name: spec for spec in specs}
+    return SimpleNamespace(
+        total_bytes=RESERVED,
+        _max_slots={name: RESERVED // nbytes for name, nbytes in ENTRY.items()},
+        _page_size=PAGE,
+        sub_pool_specs=specs,
+        spec=by_name.__getitem__,
+        min_slot_index=lambda name: -(-PAGE * 96 // ENTRY[name]),
+    )
+
+
+def _settings() -> Any:
+    from kvarena.plugin.config import Settings
+
+    return Settings(enable=True, load_plugins=False, status=False)
+
+
+class _Limited:
+    """The host's driver, with less memory than it says."""
+
+    def __init__(self, driver: Any, limit: int, error: Callable[..., Exception]) -> None:
+        self._driver, self._limit, self._error = driver, limit, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def create(self, nbytes: int) -> int:
+        if nbytes > self._limit:
+            raise self._error("create", "ENOMEM", requested=nbytes, free=self._limit)
+        handle: int = self._driver.create(nbytes)
+        return handle
