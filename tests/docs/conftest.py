@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -41,7 +43,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def background(place: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def scraped() -> dict[int, str]:
+    """The metrics of the demo's processes while it ran, by port: prefill, decode, reference."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def background(place: Path, scraped: dict[int, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """The demo and the programs of the pages, all at once: each has several processes that mostly wait."""
     kvarena = Path(sysconfig.get_path("scripts")) / "kvarena"
     demo = [str(kvarena), "demo", "--transfer", "same-host", "--plot", "arena.png", *_SHORT]
@@ -51,13 +59,16 @@ def background(place: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
         (place / title).write_text("\n".join(each.text for each in blocks(page) if each.title == title))
         arguments[title] = [sys.executable, title]
     environ = os.environ | {"KVARENA_SOCKET_DIR": str(place / "sockets"), "OMP_NUM_THREADS": "1"}
-    environ |= {"KVARENA_METRICS_PORT": str(_free_ports(3))}
+    first_port = _free_ports(3)
+    environ |= {"KVARENA_METRICS_PORT": str(first_port)}
     running = {
         name: subprocess.Popen(
             command, cwd=place, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for name, command in arguments.items()
     }
+    ports = range(first_port, first_port + 3)
+    threading.Thread(target=_scrape, args=(ports, running["demo"], scraped), daemon=True).start()
     yield running
     for process in running.values():
         if process.poll() is None:
@@ -129,6 +140,17 @@ def living(place: Path) -> Iterator[int]:
         time.sleep(0.02)
     yield life.reporter.metrics_port
     life.close()
+
+
+def _scrape(ports: range, process: subprocess.Popen[str], answers: dict[int, str]) -> None:
+    while process.poll() is None:
+        for port in ports:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                    answers[port] = answer.read().decode()
+            except OSError:
+                continue  # not serving yet, or no longer
+        time.sleep(0.1)
 
 
 def _free_ports(count: int) -> int:

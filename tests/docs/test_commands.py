@@ -88,6 +88,7 @@ def test_a_command_does_what_the_page_says(
     living: int,
     kvarena: Callable[[list[str]], tuple[int, str]],
     ended: Callable[[str], tuple[int, str, str]],
+    scraped: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environ, words = split(command)
@@ -113,6 +114,9 @@ def test_a_command_does_what_the_page_says(
         assert status == 0, out + err
         assert json.loads(out)["ok"]
         assert (place / "arena.png").read_bytes()[:4] == b"\x89PNG"
+        first = min(scraped)
+        assert {first, first + 1} <= set(scraped)
+        assert "kvarena_finalize_seconds_count 1.0" in scraped[first]
     elif what == "doctor":
         quick = [] if "--quick" in arguments else ["--quick"]  # moving memory has tests of its own
         status, out = kvarena([*arguments, *quick])

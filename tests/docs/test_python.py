@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT, Block, blocks
@@ -83,18 +80,9 @@ def test_the_pair_of_the_page_answers(ended: Callable[[str], tuple[int, str, str
     assert "error=''" in out
 
 
-def test_the_metrics_of_the_demo_had_their_port(
-    place: Path, ended: Callable[[str], tuple[int, str, str]]
-) -> None:
-    status, out, err = ended("demo")
-    assert status == 0, err
-    assert set(json.loads(out)["processes"]) == {"prefill", "decode", "reference"}
-
-
 def test_the_guides_contract_is_the_examples() -> None:
     page = "docs/transfer-tests.md"
     shown = "\n".join(block.text for block in PYTHON if block.page == page)
     contract = (EXAMPLE_ENGINE / "tests" / "test_contract.py").read_text().partition("from kvarena")[2]
     for line in contract.splitlines()[1:]:
         assert line in shown, line
-    assert sys.version_info >= (3, 10)

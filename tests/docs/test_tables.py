@@ -191,6 +191,13 @@ def _lines_of_a_life(caplog: pytest.LogCaptureFixture) -> Iterator[tuple[str, se
         yield name, keys
 
 
+def test_the_worked_example_names_files_that_exist() -> None:
+    page = ROOT / "docs" / "engines" / "embedded.md"
+    named = [span for row in table(page, "you write") for span in code_spans(row[1])]
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / "plugin/engines/embedded" / name).exists()] == []
+
+
 def test_paths_that_pages_name_exist() -> None:
     named = {
         span
