@@ -198,6 +198,26 @@ def test_the_worked_example_names_files_that_exist() -> None:
     assert [name for name in named if not (ROOT / "plugin/engines/embedded" / name).exists()] == []
 
 
+def test_the_guide_to_transfer_tests_names_every_fixture_and_attribute() -> None:
+    page = ROOT / "docs" / "transfer-tests.md"
+    from kvarena.pool.testing import pytest_plugin as of_pools
+    from kvarena.transfer import Capabilities, TransferEngine, pytest_plugin
+    from kvarena.transfer.testing import TransferEngineContract
+
+    def named(header: str) -> set[str]:
+        return {span.partition("(")[0] for row in table(page, header) for span in code_spans(row[0])}
+
+    # The contract's own fixture is nobody else's business.
+    assert named("fixture") == {*pytest_plugin.__all__, *of_pools.__all__} - {"kvarena_sides"}
+    attributes = {
+        name for each in TransferEngineContract.__mro__ for name in vars(each).get("__annotations__", ())
+    }
+    assert named("attribute") == attributes
+    assert named("capability") == set(Capabilities.__dataclass_fields__)
+    members = {name for name in vars(TransferEngine) if not name.startswith("_")}
+    assert named("member") == members
+
+
 def test_paths_that_pages_name_exist() -> None:
     named = {
         span
