@@ -100,7 +100,7 @@ def _test(cache: Path, release: str, rest: list[str]) -> tuple[int, float, str]:
     }
     # Compiled once into the cache: without that, every run compiles 6000 modules.
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     environ["KVARENA_CONTRACT_RELEASE"] = release
     # One thread each: two releases share two cores.
     environ |= {
