@@ -14,7 +14,14 @@ from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import differences, missing, resolve
 from kvarena.plugin.engines.sglang.targets import Family, Kind, Layer, Target
 
-__all__ = ["ENTRY_POINT", "active_targets", "application_problems", "attach", "release_of_sglang"]
+__all__ = [
+    "ENTRY_POINT",
+    "active_targets",
+    "application_problems",
+    "attach",
+    "handlers_of",
+    "release_of_sglang",
+]
 
 logger = logging.getLogger("kvarena.sglang")
 
@@ -95,7 +102,7 @@ def application_problems(family: Family, layer: Layer) -> list[str]:
             found.append(f"{target.path} is hooked by another plugin too ({names})")
         elif target.path not in registry._patched:
             found.append(f"the hook on {target.path} was not applied")
-        elif handler not in _handlers_of(resolve(target.path)):
+        elif handler not in handlers_of(resolve(target.path)):
             found.append(f"the hook on {target.path} was applied, but something replaced it")
     return found
 
@@ -110,13 +117,17 @@ def _register(family: Family, layer: Layer) -> None:
             setattr(resolve(owner), name, handler)
         elif not any(hook is handler for _, hook, _ in registry._hooks.get(target.path, ())):
             registry.register(target.path, handler, around)
+    if layer is not Layer.TRUTHFUL and runtime.settings is not None and runtime.settings.same_host:
+        from kvarena.plugin.engines.sglang.same_host import register_hooks
+
+        register_hooks(registry, around)
 
 
 def _handler(target: Target) -> Any:
     return resolve(f"kvarena.plugin.engines.sglang.{target.handler}")
 
 
-def _handlers_of(function: Any) -> Iterator[Any]:
+def handlers_of(function: Any) -> Iterator[Any]:
     """The hooks inside SGLang's wrappers: each is in its wrapper's closure, the original in __wrapped__."""
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():

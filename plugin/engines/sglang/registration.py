@@ -12,7 +12,7 @@ from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
-__all__ = ["Buffer", "KvRegistration", "deregister_mooncake", "register_mooncake", "register_nixl"]
+__all__ = ["Buffer", "KvRegistration", "deregister_mooncake", "register_mooncake", "register_nixl", "tell"]
 
 _ATTRIBUTE = "_kvarena_registration"
 _KINDS = ("kv", "aux", "state")
@@ -37,7 +37,9 @@ def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
     host = str(self.engine.hostname)
     engine = MooncakeEngine(host, transfer_engine=self.engine.engine)
     # Aux buffers are registered with the same engine; it keeps them apart by address.
-    _replace(self, KvRegistration(bound, self.kv_args, engine, lambda memory: engine))
+    registration = KvRegistration(bound, self.kv_args, engine, lambda memory: engine)
+    _replace(self, registration)
+    _same_host().stand_behind(self, bound, registration.ledger)
 
 
 def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
@@ -50,6 +52,7 @@ def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
     if registration is None:
         original(self)
         return
+    _same_host().step_aside(self)
     registration.close()
     setattr(self, _ATTRIBUTE, None)
     kv_args = self.kv_args
@@ -103,7 +106,7 @@ class KvRegistration:
         engine_for: Callable[[str], TransferEngine],
     ) -> None:
         self.bound = bound
-        self.ledger = RegistrationLedger(engine, on_change=_tell)
+        self.ledger = RegistrationLedger(engine, on_change=tell)
         self.others: list[RegistrationLedger] = []
         self._kv_args = kv_args
         bound.ledgers.append(self.ledger)
@@ -179,7 +182,7 @@ class KvRegistration:
             regions = [buffer.region for buffer in strangers if buffer.memory == memory]
             start = min(region.address for region in regions)
             span = Region(start, max(region.end for region in regions) - start)
-            ledger = RegistrationLedger(engine_for(memory), on_change=_tell)
+            ledger = RegistrationLedger(engine_for(memory), on_change=tell)
             self.others.append(ledger)
             ledger.move_to(_apart(regions), backed=span)
 
@@ -196,6 +199,13 @@ class KvRegistration:
 def _replace(manager: Any, registration: KvRegistration) -> None:
     """A manager that registers again (a rebuilt process group) gets a new registration for its old one."""
     setattr(manager, _ATTRIBUTE, registration)
+
+
+def _same_host() -> Any:
+    # It builds upon this module.
+    from kvarena.plugin.engines.sglang import same_host
+
+    return same_host
 
 
 def _arena_of(kv_args: Any) -> BoundPool | None:
@@ -232,6 +242,7 @@ def _without_buffers(kv_args: Any) -> Any:
     return SimpleNamespace(**{**getattr(kv_args, "__dict__", {}), **empty})
 
 
-def _tell(change: str, engine: TransferEngine, region: Region) -> None:
+def tell(change: str, engine: TransferEngine, region: Region) -> None:
+    """A ledger has changed: let the hooks know."""
     for failure in runtime.manager.call_every(f"kvarena_region_{change}", engine=engine, region=region):
         logger.error("kvarena: %s", failure)
