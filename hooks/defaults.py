@@ -104,7 +104,7 @@ class DefaultEngines:
 def _mooncake(config: TransferConfig) -> TransferEngine:
     from kvarena.transfer.mooncake import MooncakeEngine
 
-    return MooncakeEngine(config.hostname)
+    return MooncakeEngine(config.hostname, timeout=config.timeout_s)
 
 
 def _nixl(config: TransferConfig) -> TransferEngine:
@@ -123,7 +123,12 @@ def _same_host(config: TransferConfig) -> TransferEngine:
     from kvarena.transfer.same_host import SameHostEngine
 
     directory = None if config.socket_dir is None else Path(config.socket_dir)
-    return SameHostEngine(_arena(config), directory=directory)
+    return SameHostEngine(
+        _arena(config),
+        directory=directory,
+        connect_timeout=config.timeout_s,
+        drain_timeout=config.timeout_s,
+    )
 
 
 def _arena(config: TransferConfig) -> Arena:

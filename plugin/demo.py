@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from kvarena.plugin.config import Settings, load_settings, parse_bytes
+from kvarena.plugin.demo_hosts import TwoHosts
 from kvarena.plugin.demo_input import InputError, cut_into_prompts, read_text
 from kvarena.plugin.demo_report import DemoConsole
 from kvarena.plugin.demo_run import Demo
@@ -20,6 +25,7 @@ __all__ = ["add_parser", "run"]
 _MEMORY_LIMIT = "24MiB"
 _MOST_NEW_TOKENS = 1 << 16
 _MOST_REQUESTS = 256
+_MOST_GROWTHS = 1000
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,6 +83,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="control port on 127.0.0.1 (default: a free one)"
     )
+    parser.add_argument(
+        "--grow",
+        type=int,
+        default=0,
+        metavar="N",
+        help="times that each pool grows and gives back while requests are served (%(default)s)",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        choices=(1, 2),
+        help="2: prefill and decode in two network namespaces, whose link is cut once; needs root and "
+        "iproute2 (%(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both arenas over time (.png, .svg)")
 
@@ -89,14 +110,32 @@ def run(args: argparse.Namespace) -> int:
     KvArenaError
         Bad input; nothing was served.
     """
-    settings = _settings(args)
-    config, requests = _plan(args, settings)
+    _check_numbers(args)
+    loaded = load_settings()
+    limit = _limit(args, loaded)
+    # A quarter is left for growth, where there is to be any.
+    growth = limit // 4 if args.grow else 0
+    settings = _settings(args, loaded, limit, growth)
+    config, requests = _plan(args, limit)
+    if growth:
+        config = config.evolve(reserved_bytes=max(config.planned_bytes(), limit))
     if args.plot is not None:
         check_picture(args.plot)
-    with DemoConsole(quiet=args.json, requests=len(requests)) as console:
-        demo = Demo(config, settings, requests, port=args.port, on_event=console.event)
+    console = DemoConsole(quiet=args.json, requests=len(requests))
+    with ExitStack() as around:
+        hosts = around.enter_context(_two_hosts()) if args.hosts == 2 else None
+        around.enter_context(console)
+        demo = Demo(
+            config,
+            settings,
+            requests,
+            port=args.port,
+            on_event=console.event,
+            growth=(args.grow, growth) if growth else None,
+            hosts=hosts,
+        )
         report = demo.run()
-        console.report(report)
+    console.report(report)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     if args.plot is not None:
@@ -106,8 +145,36 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    settings = load_settings()
+@contextmanager
+def _two_hosts() -> Iterator[TwoHosts]:
+    """Two hosts that are gone in the end, also when this process is asked to end."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with TwoHosts() as hosts:
+            yield hosts
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name, value, least, most in (
+        ("--requests", args.requests, 1, _MOST_REQUESTS),
+        ("--max-new-tokens", args.max_new_tokens, 1, _MOST_NEW_TOKENS),
+        ("--port", args.port, 0, 65535),
+        ("--grow", args.grow, 0, _MOST_GROWTHS),
+    ):
+        if not least <= value <= most:
+            raise InputError(f"{name} is {value}.", fix=f"Give {least} to {most}.")
+    if args.hosts == 2 and args.port:
+        raise InputError("--port is of no use with --hosts 2, whose client has a Unix socket.")
+
+
+def _limit(args: argparse.Namespace, settings: Settings) -> int:
+    """Bytes that each process's pool may come to have."""
     limit = settings.memory_limit
     if args.memory_limit is not None:
         limit = parse_bytes(args.memory_limit, what="--memory-limit")
@@ -115,24 +182,26 @@ def _settings(args: argparse.Namespace) -> Settings:
         limit = parse_bytes(_MEMORY_LIMIT)
     if limit < 1:
         raise InputError("--memory-limit is 0 bytes.", fix=f"Leave it out for {_MEMORY_LIMIT}.")
-    transfer = (args.transfer,) if args.transfer else settings.transfer or ("mooncake",)
-    # On a GPU the driver gives what the device has; there the limit is the pool's own.
-    field = "pool_bytes" if args.device == "cuda" else "memory_limit"
-    return msgspec.structs.replace(settings, transfer=transfer, **{field: limit})
+    return limit
 
 
-def _plan(args: argparse.Namespace, settings: Settings) -> tuple[EngineConfig, list[Request]]:
-    for name, value, most in (
-        ("--requests", args.requests, _MOST_REQUESTS),
-        ("--max-new-tokens", args.max_new_tokens, _MOST_NEW_TOKENS),
-        ("--port", args.port, 65535),
-    ):
-        least = 0 if name == "--port" else 1
-        if not least <= value <= most:
-            raise InputError(f"{name} is {value}.", fix=f"Give {least} to {most}.")
+def _settings(args: argparse.Namespace, loaded: Settings, limit: int, growth: int) -> Settings:
+    transfer = (args.transfer,) if args.transfer else loaded.transfer or ("mooncake",)
+    if args.hosts == 2 and transfer != ("mooncake",):
+        raise InputError(
+            f"--hosts 2 is about Mooncake over TCP; {', '.join(transfer)} would find both on one machine.",
+            fix="Leave --transfer out.",
+        )
+    if args.device == "cuda":
+        # The driver gives what the device has; the limit is the pool's own.
+        return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=limit - growth)
+    return msgspec.structs.replace(
+        loaded, transfer=transfer, memory_limit=limit, headroom=loaded.headroom + growth
+    )
+
+
+def _plan(args: argparse.Namespace, limit: int) -> tuple[EngineConfig, list[Request]]:
     model = ModelConfig(window=args.window, seed=args.seed)
-    limit = settings.pool_bytes if args.device == "cuda" else settings.memory_limit
-    assert limit is not None
     text = read_text(args.input, most_bytes=limit // model.full_token_bytes)
     requests = [
         Request(rid, prompt_tokens(prompt), args.max_new_tokens)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import IO, Final
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
 
 import msgspec
 from kvarena.errors import KvArenaError
 from kvarena.plugin.config import ConfigError, Settings
+from kvarena.plugin.demo_growth import GrowthDriver
+from kvarena.plugin.demo_hosts import TwoHosts
 from kvarena.plugin.demo_input import InputError
-from kvarena.plugin.demo_verdict import DemoReport, judge
+from kvarena.plugin.demo_verdict import DemoReport, Findings, judge
+from kvarena.plugin.demo_workers import GRACE_S, Workers
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.config import EngineConfig
 from kvarena.plugin.engines.embedded.link import Hub
@@ -27,7 +29,6 @@ __all__ = ["Demo", "StartupError"]
 
 _PAIR: Final[tuple[Role, ...]] = ("prefill", "decode")
 _STARTUP_S: Final = 120.0
-_GRACE_S: Final = 20.0
 
 
 class StartupError(KvArenaError):
@@ -48,6 +49,11 @@ class Demo:
         Of the control socket on the loopback address; 0: a free one.
     on_event : callable, optional
         Takes the role and each message of a worker, as it comes.
+    growth : (int, int), optional
+        How often each pool grows and gives back while requests are served, and by how many bytes; the
+        requests are then served again and again until that has been done.
+    hosts : TwoHosts, optional
+        Where the pair runs, entered by the caller; by default on this host.
 
     Raises
     ------
@@ -63,6 +69,8 @@ class Demo:
         *,
         port: int = 0,
         on_event: Callable[[Role, control.Message], None] = lambda role, message: None,
+        growth: tuple[int, int] | None = None,
+        hosts: TwoHosts | None = None,
     ) -> None:
         if len(settings.transfer) != 1:
             raise ConfigError(
@@ -73,18 +81,34 @@ class Demo:
         self._settings = settings
         self._requests = requests
         self._on_event = on_event
-        self._hub = Hub(port=port)
-        self.processes: dict[Role, subprocess.Popen[bytes]] = {}
-        """The workers, as long as `run` lasts."""
+        self._hosts = hosts
+        self._growth = None if growth is None else GrowthDriver(*growth, self._send)
+        self._closing = ExitStack()
+        if hosts is None:
+            self._hub = Hub(port=port)
+        else:
+            # The client stands outside both networks.
+            folder = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="kvarena-demo-"))
+            self._hub = Hub(path=str(Path(folder, "client")))
+        self._closing.callback(self._hub.close)
+        self._workers = Workers()
         self.histories: dict[Role, ArenaHistory] = {}
         """The arena of each worker over time, once it has ended."""
-        self._logs: dict[Role, IO[bytes]] = {}
         self._ready: dict[Role, control.Ready] = {}
         self._stopped: dict[Role, control.Stopped] = {}
         self._connected = False
         self._refused = ""
         self._results: dict[Role, dict[int, Result]] = {"decode": {}, "reference": {}}
         self._eager: dict[int, dict[str, int]] = {}
+        self._repeats: dict[int, int] = {}
+        """Requests that were served again: their id, and that of the first time."""
+        # Beside the pair where each has memory of its own; on a GPU the reference's pool comes after theirs.
+        self._side_by_side = config.device == "cpu"
+
+    @property
+    def processes(self) -> dict[Role, subprocess.Popen[bytes]]:
+        """The workers."""
+        return self._workers.processes
 
     def run(self) -> DemoReport:
         """Run to the verdict.
@@ -107,17 +131,23 @@ class Demo:
                 self._spawn(role)
             failure = self._serve()
             return judge(
-                requests=self._requests,
-                served=self._results["decode"],
-                reference=self._results["reference"],
-                started={role: ready.pool for role, ready in self._ready.items()},
-                ended={role: stopped.pool for role, stopped in self._stopped.items()},
-                eager=self._eager,
-                failures=failure,
+                Findings(
+                    requests=self._requests,
+                    served=self._results["decode"],
+                    repeats=self._repeats,
+                    reference=self._results["reference"],
+                    started={role: ready.pool for role, ready in self._ready.items()},
+                    ended={role: stopped.pool for role, stopped in self._stopped.items()},
+                    eager=self._eager,
+                    failures=failure,
+                    growth=self._growth,
+                    hosts=self._hosts,
+                ),
                 seconds=time.monotonic() - began,
             )
         finally:
-            self._end_all()
+            self._workers.end_all(set(self._stopped))
+            self._closing.close()
 
     def _serve(self) -> list[str]:
         """Everything between start and verdict; returns what went wrong with the workers."""
@@ -133,23 +163,53 @@ class Demo:
             return [self._refused]
         for request in self._requests:
             self._send("decode", control.Generate(request))
-        self._until(lambda: self._served("decode"))
+        self._until(self._pair_is_done)
         if self._failed():
+            if not any(self._over(role) for role in _PAIR):
+                return self._failed()
             # The survivor notices by itself, says what it has released, and ends.
-            limit = self._settings.transfer_timeout + _GRACE_S
+            limit = self._settings.transfer_timeout + GRACE_S
             self._until(lambda: all(self._over(role) for role in _PAIR), limit=limit, heed_failures=False)
             return self._failed()
         self._stop(_PAIR)
         if self._failed():
             return self._failed()
         self._until_ready(("reference",))
-        for role in _PAIR:
-            self._compare_eager(self._ready[role].pool["capacities"]["total_bytes"])
-        for request in self._requests:
-            self._send("reference", control.Generate(request))
-        self._until(lambda: self._served("reference"))
+        if not self._side_by_side:
+            self._ask_reference()
+        self._until(lambda: len(self._results["reference"]) == len(self._requests))
         self._stop(("reference",))
         return self._failed()
+
+    def _pair_is_done(self) -> bool:
+        """Whether every request has been answered, and every change of size made."""
+        answers = self._results["decode"]
+        outstanding = len(self._requests) + len(self._repeats) - len(answers)
+        if self._growth is None or self._growth.finished:
+            return outstanding == 0
+        if any(result.reason == "error" for result in answers.values()):
+            if outstanding == 0:
+                self._growth.give_up()
+            return outstanding == 0
+        while outstanding < len(self._requests):
+            self._serve_again()
+            outstanding += 1
+        return False
+
+    def _serve_again(self) -> None:
+        """Send one of the requests once more, under an id of its own."""
+        again = len(self._repeats)
+        first = self._requests[again % len(self._requests)]
+        rid = max(request.rid for request in self._requests) + 1 + again
+        self._repeats[rid] = first.rid
+        self._send("decode", control.Generate(Request(rid, first.tokens, first.max_new_tokens)))
+
+    def _ask_reference(self) -> None:
+        """Let the reference make eager pools of the pair's sizes; the last one serves the requests."""
+        for total in {self._ready[role].pool["capacities"]["total_bytes"]: None for role in _PAIR}:
+            self._send("reference", control.CompareEager(total))
+        for request in self._requests:
+            self._send("reference", control.Generate(request))
 
     def _until_ready(self, roles: tuple[Role, ...]) -> None:
         self._until(lambda: all(role in self._ready for role in roles), limit=_STARTUP_S)
@@ -169,35 +229,18 @@ class Demo:
                 fix="Give a shorter file, or raise --memory-limit.",
             )
 
-    def _compare_eager(self, total_bytes: int) -> None:
-        """Let the reference make an eager pool of that size; the last one serves its requests."""
-        if total_bytes not in self._eager:
-            self._send("reference", control.CompareEager(total_bytes))
-            self._until(lambda: total_bytes in self._eager, limit=_STARTUP_S)
-
     def _spawn(self, role: Role) -> None:
         settings = self._settings
         if role == "reference":
             settings = msgspec.structs.replace(settings, transfer=())
+        elif self._hosts is not None:
+            settings = msgspec.structs.replace(settings, transfer_host=self._hosts.address(role))
         if settings.metrics_port:
             # Each process serves its own: prefill at the port that is set, the others behind it.
             port = settings.metrics_port + ROLES.index(role)
             settings = msgspec.structs.replace(settings, metrics_port=port)
-        config = WorkerConfig(role, self._config, settings, self._hub.address)
-        # What libraries print is shown only if the worker dies of something.
-        log = self._logs[role] = tempfile.TemporaryFile()  # noqa: SIM115
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvarena.plugin.engines.embedded.worker"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            # One thread each: the workers share the cores, and a fixed number keeps the rounding the same.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.processes[role] = process
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(msgspec.json.encode(config))
+        prefix = () if self._hosts is None else self._hosts.prefix(role)
+        self._workers.start(WorkerConfig(role, self._config, settings, self._hub.address), prefix=prefix)
 
     def _send(self, role: Role, message: control.Message) -> None:
         self._hub.send(role.encode(), message)
@@ -205,10 +248,10 @@ class Demo:
     def _stop(self, roles: tuple[Role, ...]) -> None:
         for role in roles:
             self._send(role, control.Stop())
-        self._until(lambda: all(self._over(role) for role in roles), limit=_GRACE_S)
+        self._until(lambda: all(self._over(role) for role in roles), limit=GRACE_S)
         for role in roles:
             if not self._over(role) and not self._failed():
-                what = f"it did not stop within {_GRACE_S:g} s."
+                what = f"it did not stop within {GRACE_S:g} s."
                 self._take(role.encode(), control.Stopped(what, refused=False, pool={}))
 
     def _until(
@@ -221,14 +264,18 @@ class Demo:
                 return
             if end is not None and time.monotonic() > end:
                 return
+            if self._hosts is not None:
+                self._hosts.tick()
             # Asked first: what a process said before its end has then arrived.
-            ended = {role for role, process in self.processes.items() if process.poll() is not None}
+            ended = self._workers.ended()
             messages = self._hub.receive(0.05)
             for peer, message in messages:
                 self._take(peer, message)
             if not messages:
                 for role in ended - self._stopped.keys():
-                    self._take(role.encode(), control.Stopped(self._epitaph(role), refused=False, pool={}))
+                    self._take(
+                        role.encode(), control.Stopped(self._workers.epitaph(role), refused=False, pool={})
+                    )
 
     def _take(self, peer: bytes, message: control.Message) -> None:
         role = next((role for role in ROLES if role.encode() == peer), None)
@@ -236,6 +283,8 @@ class Demo:
             return
         if isinstance(message, control.Ready):
             self._ready[role] = message
+            if role == "reference" and self._side_by_side:
+                self._ask_reference()
         elif isinstance(message, control.Connected):
             self._connected = True
         elif isinstance(message, control.Refused):
@@ -248,36 +297,14 @@ class Demo:
             self._stopped[role] = message
             if message.history is not None:
                 self.histories[role] = message.history
+        if self._growth is not None:
+            self._growth.take(role, message)
+        if self._hosts is not None:
+            self._hosts.take(message)
         self._on_event(role, message)
-
-    def _epitaph(self, role: Role) -> str:
-        """What is known of a process that ended without a word."""
-        code = self.processes[role].returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        log = self._logs[role]
-        log.seek(0)
-        last = log.read().decode(errors="replace").strip().splitlines()[-1:]
-        return f"it {how}" + (f"; its last line was: {last[0]}" if last and code >= 0 else ".")
-
-    def _served(self, role: Role) -> bool:
-        return len(self._results[role]) == len(self._requests)
 
     def _over(self, role: Role) -> bool:
         return role in self._stopped
 
     def _failed(self) -> list[str]:
         return [f"{role}: {stopped.error}" for role, stopped in self._stopped.items() if stopped.error]
-
-    def _end_all(self) -> None:
-        for role, process in self.processes.items():
-            if process.poll() is None and role not in self._stopped:
-                process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for log in self._logs.values():
-            log.close()
-        self._hub.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from kvarena.plugin.demo_growth import GrowthDriver, GrowthReport
+from kvarena.plugin.demo_hosts import HostsReport, TwoHosts
 from kvarena.plugin.engines.embedded.requests import Request, Result
 
-__all__ = ["DemoReport", "RequestReport", "judge"]
+__all__ = ["DemoReport", "Findings", "RequestReport", "judge"]
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -37,34 +40,40 @@ class DemoReport(msgspec.Struct, frozen=True):
     processes: dict[str, dict[str, Any]]
     """Each worker's last report: timeline, capacities, bytes."""
     seconds: float
+    growth: GrowthReport | None = None
+    """Only of a run in which the pools grew."""
+    hosts: HostsReport | None = None
+    """Only of a run on two hosts."""
 
 
-def judge(
-    *,
-    requests: list[Request],
-    served: dict[int, Result],
-    reference: dict[int, Result],
-    started: dict[Any, dict[str, Any]],
-    ended: dict[Any, dict[str, Any]],
-    eager: dict[int, dict[str, int]],
-    failures: list[str],
-    seconds: float,
-) -> DemoReport:
-    """Compare, and collect everything that is not as it must be.
+@dataclass(frozen=True)
+class Findings:
+    """All that is known of a run when it has ended."""
 
-    Parameters
-    ----------
-    served, reference : dict of int to Result
-        The pair's and the reference's answers.
-    started, ended : dict of role to report
-        What each worker reported when it was ready, and at its end.
-    eager : dict of int to capacities
-        What eager pools of these sizes expose.
-    failures : list of str
-        What went wrong with the processes themselves.
-    """
-    problems = list(failures)
-    reports = [_compare(request, served, reference) for request in requests]
+    requests: list[Request]
+    served: dict[int, Result]
+    """The pair's answers."""
+    reference: dict[int, Result]
+    """The single process's."""
+    started: dict[Any, dict[str, Any]]
+    """What each role's worker reported when it was ready."""
+    ended: dict[Any, dict[str, Any]]
+    """What it reported at its end."""
+    eager: dict[int, dict[str, int]]
+    """What eager pools of these sizes expose."""
+    failures: list[str]
+    """What went wrong with the processes themselves."""
+    repeats: dict[int, int] = field(default_factory=dict)
+    """Requests that were served again: their id, and that of the first time."""
+    growth: GrowthDriver | None = None
+    hosts: TwoHosts | None = None
+
+
+def judge(found: Findings, *, seconds: float) -> DemoReport:
+    """Compare, and collect everything that is not as it must be."""
+    served, reference = found.served, found.reference
+    problems = list(found.failures)
+    reports = [_compare(request, served, reference) for request in found.requests]
     problems += [f"request {report.rid}: {report.error}" for report in reports if report.error]
     if reference:
         problems += [
@@ -72,12 +81,23 @@ def judge(
             for report in reports
             if not report.equal and not report.error
         ]
-    for when, side in (("at its start", started), ("at its end", ended)):
+        problems += _unlike_the_first_time(found)
+    for when, side in (("at its start", found.started), ("at its end", found.ended)):
         for role, pool in side.items():
             problems += [f"{role}, {when}: {problem}" for problem in pool.get("problems", [])]
-    if not failures:
+    if not found.failures:
         for role in ("prefill", "decode"):
-            problems += _unlike_eager(role, started.get(role, {}).get("capacities", {}), eager)
+            for side in (found.started, found.ended):
+                problems += _unlike_eager(role, side.get(role, {}).get("capacities", {}), found.eager)
+    growth = None
+    if found.growth is not None:
+        growth = found.growth.report(served_again=len(found.repeats), ended=found.ended)
+        problems += found.growth.problems
+        if growth.failed_transfers and found.hosts is None:
+            problems.append(f"{growth.failed_transfers} transfers failed while the pools grew and gave back")
+    hosts = None
+    if found.hosts is not None:
+        hosts = found.hosts.report(resent=found.ended.get("prefill", {}).get("resent", 0))
     margins = [report.margin for report in reports if report.margin is not None]
     noise = [
         abs(a - b)
@@ -87,14 +107,28 @@ def judge(
     ]
     return DemoReport(
         ok=not problems,
-        problems=problems,
+        problems=list(dict.fromkeys(problems)),
         requests=reports,
         least_margin=min(margins, default=None),
         largest_noise=max(noise, default=None),
-        processes={str(role): ended.get(role) or pool for role, pool in started.items() if pool}
-        | {str(role): pool for role, pool in ended.items() if pool},
+        processes={str(role): found.ended.get(role) or pool for role, pool in found.started.items() if pool}
+        | {str(role): pool for role, pool in found.ended.items() if pool},
         seconds=seconds,
+        growth=growth,
+        hosts=hosts,
     )
+
+
+def _unlike_the_first_time(found: Findings) -> list[str]:
+    """Requests that were served again, and got another answer than the single process gives."""
+    problems = []
+    for rid, first in found.repeats.items():
+        result, expected = found.served.get(rid), found.reference.get(first)
+        if result is None or result.error:
+            problems.append(f"request {first}, served again as {rid}: {result and result.error}")
+        elif expected is not None and result.tokens != expected.tokens:
+            problems.append(f"request {first}, served again as {rid}: its tokens differ")
+    return problems
 
 
 def _compare(request: Request, served: dict[int, Result], reference: dict[int, Result]) -> RequestReport:

@@ -29,6 +29,6 @@ class ElasticAllocator(Protocol):
         """Take the pool's size, which has grown."""
         ...
 
-    def shrink_capacity(self, total_bytes: int) -> None:
-        """Move every live page below `total_bytes`, and allocate none above; or raise."""
+    def shrink_capacity(self, total_bytes: int) -> int:
+        """Move live pages below `total_bytes` and allocate none above, or raise; returns how many moved."""
         ...

@@ -42,10 +42,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the two sub-pools' pages differ in bytes.
     """
 
-    layer_num: int = 6
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    head_num: int = 8
+    layer_num: int = 4
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    head_num: int = 4
     head_dim: int = 32
     full_kv_head_num: int = 2
     window_kv_head_num: int = 4

@@ -21,6 +21,8 @@ __all__ = [
     "Eager",
     "Finished",
     "Generate",
+    "GiveBack",
+    "Grow",
     "Hello",
     "Message",
     "Online",
@@ -31,6 +33,7 @@ __all__ = [
     "Progress",
     "Ready",
     "Refused",
+    "Resized",
     "Stop",
     "Stopped",
     "Welcome",
@@ -51,6 +54,8 @@ class Progress(_Message, frozen=True):
     """Worker to client: something happened that is worth a line."""
 
     what: str
+    moved: bool = False
+    """Whether it is that a prompt's pages have been moved."""
 
 
 class Ready(_Message, frozen=True):
@@ -82,6 +87,39 @@ class Cancel(_Message, frozen=True):
     """Client to decode: the answer is no longer wanted."""
 
     rid: int
+
+
+class Grow(_Message, frozen=True):
+    """Client to either: give the pool so many more bytes, while requests are served."""
+
+    nbytes: int
+    limit_s: float = 10.0
+    """How long to try."""
+
+
+class GiveBack(_Message, frozen=True):
+    """Client to either: give back what the pool grew by last, once nothing there is in use."""
+
+    limit_s: float = 10.0
+    """How long to try."""
+
+
+class Resized(_Message, frozen=True):
+    """Either to the client: a change of the pool's size has been made, or could not be."""
+
+    grown: bool
+    """Whether it was asked to grow, rather than to give back."""
+    total_bytes: int
+    """Of the pool now."""
+    in_flight: int
+    """Leases and transfers that were out at that moment."""
+    tries: int
+    waited_ms: float
+    """Until what stood in the way had ended."""
+    milliseconds: float
+    """That the change itself took."""
+    error: str
+    """Why it could not be made; the pool is then as it was."""
 
 
 class Finished(_Message, frozen=True):
@@ -182,5 +220,6 @@ class Ping(_Message, frozen=True):
 
 Message = (
     Online | Progress | Ready | Connect | Connected | Generate | Cancel | Finished | CompareEager | Eager
-    | Stop | Stopped | Hello | Welcome | Refused | Prefill | PrefillDone | PrefillFailed | Abort | Ping
+    | Stop | Stopped | Grow | GiveBack | Resized | Hello | Welcome | Refused | Prefill | PrefillDone
+    | PrefillFailed | Abort | Ping
 )  # fmt: skip

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded.arrivals import Arrivals
+from kvarena.plugin.engines.embedded.elastic import Elastic
 from kvarena.plugin.engines.embedded.link import Hub
 from kvarena.plugin.engines.embedded.peers import (
     PeerLost,
@@ -19,7 +20,6 @@ from kvarena.plugin.engines.embedded.peers import (
 )
 from kvarena.plugin.engines.embedded.requests import Request, Result, Sequence
 from kvarena.plugin.engines.embedded.scheduler import DecodeBatch
-from kvarena.transfer import Lease, LeaseTable
 
 if TYPE_CHECKING:
     from kvarena.plugin.engines.embedded.engine import Engine
@@ -48,25 +48,25 @@ class DecodeServer:
         self._timeout = engine.settings.transfer_timeout
         self.hub = Hub(host)
         self.batch = DecodeBatch(engine.config, engine.book, engine.runner)
-        self.leases = LeaseTable(gate=engine.ledger.gate)
+        self._arrivals = Arrivals(engine, self._timeout)
+        self.leases = self._arrivals.leases
+        self.elastic = Elastic(engine, self.leases)
         self._epoch = engine.ledger.epoch
         self._peers: list[bytes] = []
         self._next_peer = 0
         self._waiting: deque[Sequence] = deque()
-        self._arriving: dict[int, _Arrival] = {}
         self._lost = ""
-        self._quarantine: list[_Arrival] = []
 
     @property
     def busy(self) -> bool:
         """Whether the next step has work that is not a message."""
-        return bool(self.batch)
+        return bool(self.batch or self._arrivals.confirming or self.elastic.busy)
 
     def submit(self, request: Request) -> None:
         """Take a request; its answer or error is emitted as `Finished`."""
         sequence = Sequence(request)
-        known = {s.rid for s in [*self._waiting, *self.batch.running]} | self._arriving.keys()
-        if request.rid in known:
+        known = {s.rid for s in [*self._waiting, *self.batch.running]}
+        if request.rid in known or request.rid in self._arrivals:
             self._error(sequence, f"request {request.rid} is being served already.")
         elif problem := request.problem():
             self._error(sequence, problem)
@@ -84,9 +84,9 @@ class DecodeServer:
         for sequence in [s for s in self.batch.running if s.rid == rid]:
             self.batch.drop(sequence)
             self._error(sequence, why)
-        if rid in self._arriving:
+        if arrival := self._arrivals.find(rid):
             # Its pages may be written to right now: they are freed when the prefill worker answers.
-            self.hub.send(self._arriving[rid].peer, control.Abort(rid))
+            self.hub.send(arrival.peer, control.Abort(rid))
 
     def step(self) -> None:
         """Take the messages that are there, then move every part of the work a little.
@@ -103,11 +103,15 @@ class DecodeServer:
         for peer in self._peers:
             if not self._lost and self.hub.silence(peer) > silence_limit(self._timeout):
                 self._lose(f"no word from it for {self.hub.silence(peer):.1f} s")
+        for resized in self.elastic.step():
+            self._emit(resized)
+        # Before anything is leased: a lease of a new registration is of no use to who knows the old one.
         self._announce()
+        self._join_arrived()
         if self._lost:
             if not self.batch:
                 raise self._leave()
-        else:
+        elif not self.elastic.holding:
             self._admit()
         for sequence in self.batch.leave_finished():
             self._emit(control.Finished(sequence.result()))
@@ -118,10 +122,7 @@ class DecodeServer:
         """Drop all work and every connection; a second call does nothing."""
         for sequence in list(self.batch.running):
             self.batch.drop(sequence)
-        for arrival in [*self._arriving.values(), *self._quarantine]:
-            self._give_up(arrival, "the engine closes")
-        self._arriving.clear()
-        self._quarantine.clear()
+        self._arrivals.end("the engine closes")
         self._waiting.clear()
         self.hub.close()
 
@@ -171,7 +172,7 @@ class DecodeServer:
         """Lease pages to waiting requests, first come first served."""
         book, config = self._engine.book, self._engine.config
         while self._peers and self._waiting:
-            if len(self.batch) + len(self._arriving) >= config.max_running:
+            if len(self.batch) + len(self._arrivals) >= config.max_running:
                 return
             sequence = self._waiting[0]
             try:
@@ -189,48 +190,36 @@ class DecodeServer:
             self._lease(sequence)
 
     def _lease(self, sequence: Sequence) -> None:
-        book = self._engine.book
-        book.pin(sequence)
-        pages = book.physical_pages(sequence)
-        lease = self.leases.grant(str(sequence.rid), pages, epoch=self._engine.ledger.epoch)
         peer = self._peers[self._next_peer % len(self._peers)]
         self._next_peer += 1
-        arrival = _Arrival(sequence, lease, peer)
-        self._arriving[sequence.rid] = arrival
-        if not self.hub.send(peer, control.Prefill(sequence.request, lease.encode())):
+        arrival = self._arrivals.lease(sequence, peer)
+        if not self.hub.send(peer, control.Prefill(sequence.request, arrival.lease.encode())):
             self._lose("it has closed its connection")
 
     def _take_done(self, peer: bytes, done: control.PrefillDone) -> None:
-        arrival = self._arriving.get(done.rid)
-        if arrival is None or arrival.peer != peer or arrival.lease.serial != done.serial:
-            return
-        sequence = arrival.sequence
-        del self._arriving[done.rid]
-        leased = {name: len(pages) for name, pages in arrival.lease.pages.items()}
-        if done.written != leased:
-            self._give_up(arrival, "incomplete")
-            self._error(sequence, f"pages written are {done.written}, leased were {leased}.")
-            return
-        self.leases.complete(str(done.rid), done.serial)
-        self._engine.book.unpin(sequence)
-        sequence.append(done.token, done.logit, done.margin)
-        self.batch.join(sequence)
+        arrival = self._arrivals.find(done.rid, peer)
+        if arrival is not None and arrival.lease.serial == done.serial:
+            self._arrivals.say_done(arrival, done)
+
+    def _join_arrived(self) -> None:
+        for arrival in self._arrivals.settle():
+            if arrival.failure:
+                self._error(arrival.sequence, arrival.failure)
+                continue
+            assert arrival.done is not None
+            arrival.sequence.append(arrival.done.token, arrival.done.logit, arrival.done.margin)
+            self.batch.join(arrival.sequence)
 
     def _take_failure(self, peer: bytes, failed: control.PrefillFailed) -> None:
-        arrival = self._arriving.get(failed.rid)
-        if arrival is None or arrival.peer != peer:
+        arrival = self._arrivals.find(failed.rid, peer)
+        if arrival is None:
             return
         if not failed.settled:
             # Something may still write into the leased pages: they must not go to anyone else.
             self._lose(failed.what)
             return
-        del self._arriving[failed.rid]
-        self._give_up(arrival, failed.what)
+        self._arrivals.give_up(arrival, failed.what)
         self._error(arrival.sequence, f"prefill failed: {failed.what}")
-
-    def _give_up(self, arrival: _Arrival, why: str) -> None:
-        self.leases.revoke(str(arrival.sequence.rid), why)
-        self._engine.book.release(arrival.sequence)
 
     def _error(self, sequence: Sequence, what: str) -> None:
         self._emit(control.Finished(Result(sequence.rid, sequence.generated, "error", error=what)))
@@ -239,23 +228,11 @@ class DecodeServer:
         """A prefill worker is gone: nothing new begins, what has arrived is decoded to its end."""
         self._lost = f"a prefill worker is lost: {why}."
         # A worker that only hangs could still write, so these pages rest until this process ends its work.
-        self._quarantine += self._arriving.values()
-        unserved = [*(arrival.sequence for arrival in self._arriving.values()), *self._waiting]
-        self._arriving.clear()
+        unserved = [*(arrival.sequence for arrival in self._arrivals.rest()), *self._waiting]
         self._waiting.clear()
         for sequence in unserved:
             self._error(sequence, self._lost)
 
     def _leave(self) -> PeerLost:
-        for arrival in self._quarantine:
-            self._give_up(arrival, self._lost)
-        self._quarantine.clear()
+        self._arrivals.end(self._lost)
         return PeerLost(self._lost, fix="Start the pair again.")
-
-
-class _Arrival(msgspec.Struct, frozen=True, eq=False):
-    """A request whose KV is being computed or written by a peer."""
-
-    sequence: Sequence
-    lease: Lease
-    peer: bytes

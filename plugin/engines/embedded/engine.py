@@ -85,7 +85,7 @@ class Engine:
         self._eager_bytes = eager_bytes
         self._captured = captured
         self._progress = progress
-        self._batch: dict[str, int] = {}
+        self._notes: dict[str, Any] = {}
         self._problems: list[str] = []
         self.lifecycle = PoolLifecycle(settings, device=self.model.device, manager=manager, name=name)
         try:
@@ -108,18 +108,25 @@ class Engine:
 
     def note_batch(self, batch: DecodeBatch) -> None:
         """Remember what the decode batch has done, for the report."""
-        self._batch = {"decode_steps": batch.steps, "widest_batch": batch.widest}
+        self.note(decode_steps=batch.steps, widest_batch=batch.widest)
+
+    def note(self, **facts: Any) -> None:
+        """Remember what a server has done, for the report."""
+        self._notes |= facts
+
+    def check(self) -> None:
+        """Look at the invariants that hold at any time; what does not is in the report from now on."""
+        self._problems += [
+            *moved(self._addresses, addresses(self.pool, self.allocator, self.kv)),
+            *registered_beyond_backed(self.pool, self.lifecycle.ledgers),
+        ]
 
     def report(self) -> dict[str, Any]:
         """What this engine's pool is, and every invariant that does not hold; for an idle engine."""
         ledgers = self.lifecycle.ledgers
         pool = self.pool
-        problems = [
-            *self._problems,
-            *moved(self._addresses, addresses(pool, self.allocator, self.kv)),
-            *registered_beyond_backed(pool, ledgers),
-            *self.book.leaks(),
-        ]
+        self.check()
+        problems = list(dict.fromkeys([*self._problems, *self.book.leaks()]))
         return {
             "timeline": self.lifecycle.timeline.as_dicts(),
             "capacities": capacities(pool, self.allocator),
@@ -132,8 +139,12 @@ class Engine:
             "addresses_checked": len(self._addresses),
             "moved_pages": self.allocator.full_attn_allocator.moved_pages
             + self.allocator.swa_attn_allocator.moved_pages,
+            "transfers": {
+                ledger.engine.name: {"submitted": ledger.traffic.transfers, "failed": ledger.traffic.failures}
+                for ledger in ledgers
+            },
             "problems": problems,
-            **self._batch,
+            **self._notes,
         }
 
     def close(self) -> None:

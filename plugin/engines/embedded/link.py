@@ -76,6 +76,8 @@ class Hub(_Socket):
         Address to listen on.
     port : int
         0: a free one.
+    path : str, optional
+        Of a Unix socket to listen on instead: it is reached from every network namespace of this machine.
 
     Raises
     ------
@@ -83,17 +85,17 @@ class Hub(_Socket):
         Something else listens there.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, path: str | None = None) -> None:
         super().__init__(zmq.ROUTER)
         # Without it, a message to a peer that is gone would vanish.
         self._socket.router_mandatory = True
         self.last_heard: dict[bytes, float] = {}
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            self._socket.bind(f"tcp://{host}:{port or '*'}" if path is None else f"ipc://{path}")
         except zmq.ZMQError as error:
             self.close()
             raise AddressInUse(
-                f"cannot listen on {host}:{port}: {error.strerror}.",
+                f"cannot listen on {path or f'{host}:{port}'}: {error.strerror}.",
                 fix="Give another port, or 0 for a free one.",
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

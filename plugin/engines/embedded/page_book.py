@@ -43,9 +43,7 @@ class PageBook:
     @property
     def usable_bytes(self) -> int:
         """Bytes between the sink and the end of the last window page."""
-        pool = self._pool
-        start = pool.min_page_index(FULL) * pool.page_bytes(FULL)
-        return max(0, pool.num_pages(WINDOW) * pool.page_bytes(WINDOW) - start)
+        return self._usable_bytes(self._pool.total_bytes)
 
     def capacity_tokens(self) -> int:
         """The most tokens that a single sequence can have in this pool, context aside."""
@@ -56,6 +54,10 @@ class PageBook:
         if pages >= widest:
             pages = (self.usable_bytes - widest * window) // full
         return int(pages) * config.page_size
+
+    def fits(self, total_bytes: int) -> bool:
+        """Whether a pool of that size could keep all that was promised."""
+        return self._committed <= self._usable_bytes(total_bytes)
 
     def admit(self, sequence: Sequence, *, generates: bool) -> bool:
         """Set bytes aside for a sequence; False: not now.
@@ -172,6 +174,12 @@ class PageBook:
         if self._committed:
             problems.append(f"{self._committed} bytes are still set aside, though nothing runs")
         return problems
+
+    def _usable_bytes(self, total_bytes: int) -> int:
+        pool = self._pool
+        start = pool.min_page_index(FULL) * pool.page_bytes(FULL)
+        window = pool.page_bytes(WINDOW)
+        return max(0, total_bytes // window * window - start)
 
     def _ids(self, pages: list[int]) -> torch.Tensor:
         """Token ids of virtual pages, on the host, where the allocator takes them without waiting."""

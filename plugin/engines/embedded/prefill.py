@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded.elastic import Elastic
 from kvarena.plugin.engines.embedded.link import Spoke
 from kvarena.plugin.engines.embedded.peers import (
     PeerLost,
@@ -20,12 +20,11 @@ from kvarena.plugin.engines.embedded.peers import (
 )
 from kvarena.plugin.engines.embedded.requests import Sequence
 from kvarena.plugin.engines.embedded.scheduler import ChunkedPrefill
-from kvarena.transfer import Lease, PageError, PageMoves
+from kvarena.plugin.engines.embedded.sending import Job, Outbox
+from kvarena.transfer import Lease
 
 if TYPE_CHECKING:
     from kvarena.plugin.engines.embedded.engine import Engine
-    from kvarena.plugin.engines.embedded.runner import Choice
-    from kvarena.transfer import Pending
 
 __all__ = ["PrefillServer"]
 
@@ -48,15 +47,17 @@ class PrefillServer:
         self.link: Spoke | None = None
         self.refused = ""
         """Why the peer is not served; empty while it is, or none has been connected."""
+        self.elastic = Elastic(engine)
         self._peer = ""
-        self._queue: deque[_Job] = deque()
-        self._current: tuple[_Job, ChunkedPrefill] | None = None
-        self._sending: list[_Job] = []
+        self._welcome = b""
+        self._queue: deque[Job] = deque()
+        self._current: tuple[Job, ChunkedPrefill] | None = None
+        self._outbox = Outbox(engine, self._timeout)
 
     @property
     def busy(self) -> bool:
         """Whether the next step has work that is not a message."""
-        return bool(self._current or self._queue or self._sending)
+        return bool(self._current or self._queue or self._outbox or self.elastic.busy)
 
     def connect(self, address: str) -> None:
         """Offer to serve the decode worker at an address; it answers in a later step."""
@@ -84,9 +85,12 @@ class PrefillServer:
         self.link.ping(ping_interval(self._timeout))
         if self.link.silence() > silence_limit(self._timeout):
             raise self._lost(f"no word from it for {self.link.silence():.1f} s")
+        for resized in self.elastic.step():
+            self._emit(resized)
         self._advance()
-        for job in list(self._sending):
-            self._poll(job)
+        for job in self._outbox.step(time.monotonic() - self.link.silence(), self._reconnect):
+            self._end(job)
+        self._engine.note(resent=self._outbox.resent)
 
     def close(self) -> None:
         """Drop all work and the connection; a second call does nothing."""
@@ -109,11 +113,17 @@ class PrefillServer:
         try:
             check_peer(self._engine, welcome.pages, welcome.model)
             known, self._peer = self._peer, self._engine.channel.connect(welcome.pages)
+            self._welcome = welcome.pages
         except KvArenaError as error:
             self._refuse(str(error), tell=True)
             return
         if not known:
             self._emit(control.Connected())
+
+    def _reconnect(self) -> str:
+        """After a lost connection an engine may have forgotten the peer."""
+        self._peer = self._engine.channel.connect(self._welcome)
+        return self._peer
 
     def _refuse(self, what: str, *, tell: bool) -> None:
         assert self.link is not None
@@ -126,13 +136,14 @@ class PrefillServer:
     def _take_request(self, message: control.Prefill) -> None:
         try:
             lease = Lease.decode(message.lease)
+            self._engine.channel.admit(self._peer, lease)
         except KvArenaError as error:
             self._tell_failure(message.request.rid, str(error))
             return
         if problem := message.request.problem():
             self._tell_failure(message.request.rid, problem)
         else:
-            self._queue.append(_Job(Sequence(message.request), lease))
+            self._queue.append(Job(Sequence(message.request), lease))
 
     def _abort(self, rid: int) -> None:
         why = "aborted by the decode worker"
@@ -143,14 +154,11 @@ class PrefillServer:
         if self._current and self._current[0].sequence.rid == rid:
             self._fail(self._current[0], why)
             self._current = None
-        for job in self._sending:
-            # What has been submitted cannot be called back: it ends, then the answer goes out.
-            if job.sequence.rid == rid:
-                job.failure = why
+        self._outbox.abort(rid, why)
 
     def _advance(self) -> None:
         """Start the next prompt, or compute the current one's next chunk."""
-        if self._current is None and self._queue:
+        if self._current is None and self._queue and not self.elastic.holding:
             job = self._queue[0]
             try:
                 admitted = self._engine.book.admit(job.sequence, generates=False)
@@ -175,52 +183,11 @@ class PrefillServer:
         if choice is not None:
             self._current = None
             job.choice = choice
-            self._send(job)
+            self._outbox.send(self._peer, job)
 
-    def _send(self, job: _Job) -> None:
-        """Submit the writes of a prompt's pages; what cannot be submitted fails the request at once."""
-        self._engine.book.pin(job.sequence)
-        job.began = time.monotonic()
-        self._sending.append(job)
-        try:
-            for moves in self._moves(job):
-                job.pending.append(self._engine.channel.send(self._peer, job.lease, moves))
-        except KvArenaError as error:
-            # Batches before it may still be writing: `_poll` waits for them before it answers.
-            job.failure = str(error)
-
-    def _moves(self, job: _Job) -> list[dict[str, PageMoves]]:
-        """The pages to write, `transfer_pages` a submission."""
-        most = self._engine.config.transfer_pages
-        moves = []
-        for name, source in self._engine.book.physical_pages(job.sequence).items():
-            target = job.lease.pages.get(name, ())
-            if len(source) != len(target):
-                raise PageError(f"{len(source)} pages of {name!r} were computed, {len(target)} are leased.")
-            moves += [
-                {name: PageMoves(source[start : start + most], target[start : start + most])}
-                for start in range(0, len(source), most)
-            ]
-            job.written[name] = len(source)
-        return moves
-
-    def _poll(self, job: _Job) -> None:
-        for pending in list(job.pending):
-            try:
-                if pending.done():
-                    job.pending.remove(pending)
-            except KvArenaError as error:
-                job.pending.remove(pending)
-                job.failure = job.failure or str(error)
-        if job.pending:
-            if time.monotonic() - job.began > self._timeout:
-                self._sending.remove(job)
-                what = f"its transfer did not end within {self._timeout:g} s"
-                self._fail(job, what, settled=False)
-            return
-        self._sending.remove(job)
+    def _end(self, job: Job) -> None:
         if job.failure:
-            self._fail(job, job.failure)
+            self._fail(job, job.failure, settled=job.settled)
             return
         self._engine.book.release(job.sequence)
         assert self.link is not None
@@ -240,11 +207,12 @@ class PrefillServer:
         self._emit(
             control.Progress(
                 f"request {job.sequence.rid}: {job.sequence.prompt_length} tokens prefilled, "
-                f"{pages} pages moved in {milliseconds:.1f} ms"
+                f"{pages} pages moved in {milliseconds:.1f} ms",
+                moved=True,
             )
         )
 
-    def _fail(self, job: _Job, what: str, *, settled: bool = True) -> None:
+    def _fail(self, job: Job, what: str, *, settled: bool = True) -> None:
         self._engine.book.release(job.sequence)
         self._tell_failure(job.sequence.rid, what, settled=settled)
 
@@ -263,21 +231,8 @@ class PrefillServer:
             # Ends what is still being read from our pages, before they go to anyone else.
             self._engine.channel.disconnect(self._peer)
             self._peer = ""
-        jobs = [*self._queue, *([self._current[0]] if self._current else []), *self._sending]
+        jobs = [*self._queue, *([self._current[0]] if self._current else []), *self._outbox.drop_all()]
         self._queue.clear()
         self._current = None
-        self._sending.clear()
         for job in jobs:
             self._engine.book.release(job.sequence)
-
-
-class _Job(msgspec.Struct):
-    """A request on this side: queued, being computed, or being sent."""
-
-    sequence: Sequence
-    lease: Lease
-    pending: list[Pending] = []
-    written: dict[str, int] = {}
-    choice: Choice | None = None
-    failure: str = ""
-    began: float = 0.0

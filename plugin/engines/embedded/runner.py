@@ -72,9 +72,15 @@ class StepRunner:
         self._capture = captured and model.device.type == "cuda"
 
     def warm_up(self) -> WarmUp:
-        """Run every step on dummy rows, which write slot 0 only; capture them where there is CUDA."""
+        """Run steps on dummy rows, which write slot 0 only; capture them all where there is CUDA.
+
+        Without capture, the largest of each kind is enough: what memory steps need besides the pool,
+        that one has taken.
+        """
         began = time.perf_counter()
         steps = [*self._prefill, *self._decode]
+        if not self._capture:
+            steps = [max(kind, key=lambda step: step.size) for kind in (self._prefill, self._decode)]
         # The largest first: the smaller graphs then fit into its memory.
         for step in sorted(steps, key=lambda step: step.size, reverse=True):
             step.warm_up(capture=self._capture)

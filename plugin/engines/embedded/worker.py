@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -45,9 +47,21 @@ def main() -> int:
     """Run a worker until its client says stop, a peer is lost, or its parent is gone."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     logging.basicConfig(format=f"{config.role}: %(levelname)s %(message)s")
+    # Ctrl-C reaches the parent too, and the parent says what is to be done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _told_to_end)
     with Spoke(config.client, identity=config.role.encode()) as client:
         client.send(control.Online(os.getpid()))
         return _Worker(config, client).run()
+
+
+class _Terminated(BaseException):
+    """SIGTERM: what was made must be taken down, wherever the process is."""
+
+
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Terminated
 
 
 class _Worker:
@@ -70,8 +84,10 @@ class _Worker:
             error, status = str(failure), EXIT_FAILED
             if isinstance(failure, (ConfigError, SettingError)):
                 status = EXIT_REFUSED
+        except _Terminated:
+            error, status = "it was told to end.", EXIT_FAILED
         report, history = {}, None
-        if self._engine is not None:
+        if self._engine is not None and self._engine.lifecycle.pool is not None:
             report = self._engine.report()
             history = self._engine.lifecycle.reporter.history()
             try:
@@ -110,6 +126,8 @@ class _Worker:
                 for message in self._messages():
                     if isinstance(message, control.Connect):
                         server.connect(message.address)
+                    elif isinstance(message, (control.Grow, control.GiveBack)):
+                        server.elastic.ask(message)
                     elif isinstance(message, control.Stop):
                         return
                 server.step()
@@ -131,6 +149,8 @@ class _Worker:
                         server.submit(message.request)
                     elif isinstance(message, control.Cancel):
                         server.cancel(message.rid)
+                    elif isinstance(message, (control.Grow, control.GiveBack)):
+                        server.elastic.ask(message)
                     elif isinstance(message, control.Stop):
                         return
                 server.step()

@@ -75,10 +75,11 @@ def make_engine() -> Iterator[MakeEngine]:
             memory_limit: int = MEMORY_LIMIT,
             timeout: float = 10.0,
             eager_bytes: int | None = None,
+            pool_bytes: int | None = None,
         ) -> Engine:
             engine = Engine(
                 config,
-                Settings(memory_limit=memory_limit, transfer_timeout=timeout),
+                Settings(memory_limit=memory_limit, transfer_timeout=timeout, pool_bytes=pool_bytes),
                 eager_bytes=eager_bytes,
                 manager=_manager(memory_limit, transfer or RecordingEngine()),
             )
