@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from kvarena.plugin.demo_growth import GrowthReport
+from kvarena.plugin.demo_hosts import HostsReport
 from kvarena.plugin.demo_verdict import DemoReport
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.worker import ROLES, Role
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -60,8 +63,7 @@ class DemoConsole:
         if isinstance(message, control.Online):
             self._progress.update(task, what=f"process {message.pid}: importing torch")
         elif isinstance(message, control.Progress):
-            moved = role == "prefill" and "pages moved" in message.what
-            self._progress.update(task, what=escape(message.what), advance=1 if moved else 0)
+            self._progress.update(task, what=escape(message.what), advance=int(message.moved))
         elif isinstance(message, control.Ready):
             self._progress.update(task, what="ready")
         elif isinstance(message, control.Finished):
@@ -74,38 +76,68 @@ class DemoConsole:
     def report(self, report: DemoReport) -> None:
         """Print the tables and the verdict."""
         self._progress.stop()
-        for role, pool in report.processes.items():
-            if "timeline" in pool:
-                self._out.print(_timeline(role, pool))
+        pools = {role: pool for role, pool in report.processes.items() if "timeline" in pool}
+        pair = {role: pool for role, pool in pools.items() if role != "reference"}
+        stages = [[event["name"] for event in pool["timeline"]] for pool in pair.values()]
+        # The two go the same way, if nothing went wrong: one table then shows both.
+        for part in [pair] if stages[1:] == stages[:1] else [{role: pool} for role, pool in pair.items()]:
+            if part:
+                self._out.print(_timeline(part))
+        self._out.print()
         self._out.print(_requests(report))
+        self._out.print()
+        if report.growth is not None:
+            self._out.print(_growth(report.growth), highlight=False)
+        if report.hosts is not None:
+            self._out.print(_hosts(report.hosts), highlight=False)
         for problem in report.problems:
             self._out.print(f"[red]{escape(problem)}[/red]", highlight=False)
         self._out.print(_verdict(report), highlight=False)
 
 
-def _timeline(role: str, pool: dict[str, Any]) -> Table:
-    table = Table(title=f"{role}: a pool of {pool['capacity_tokens']} tokens", title_justify="left")
-    for name, justify in (("stage", "left"), ("bytes", "right"), ("address", "right"), ("ms", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+def _timeline(pools: dict[str, dict[str, Any]]) -> Table:
+    """The life of pools that went through the same stages, side by side."""
+    title = ", ".join(f"{role} for {pool['capacity_tokens']} tokens" for role, pool in pools.items())
+    table = _plain_table(title=f"pools in bytes: {title}", title_justify="left")
+    table.add_column("stage", no_wrap=True)
+    for role in pools:
+        table.add_column(role, justify="right", no_wrap=True)
+        table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("")
-    for event in pool["timeline"]:
-        details = " ".join(f"{key}={value}" for key, value in event["details"].items() if value is not None)
-        table.add_row(
-            _STAGES.get(event["name"], event["name"]),
-            "" if event["nbytes"] is None else f"{event['nbytes']:,}",
-            "" if event["address"] is None else f"{event['address']:#x}",
-            f"{event['milliseconds']:.2f}" if event["milliseconds"] else "",
-            escape(details),
-        )
+    timelines = [pool["timeline"] for pool in pools.values()]
+    bases = [next((e["address"] for e in events if e["address"] is not None), 0) for events in timelines]
+    # All stages are about memory at the address that was reserved: it is shown once.
+    table.add_row("address", *(cell for base in bases for cell in (f"{base:#x}", "")))
+    for events in zip(*timelines, strict=True):
+        cells = []
+        for event, base in zip(events, bases, strict=True):
+            elsewhere = event["address"] not in (None, base)
+            nbytes = "" if event["nbytes"] is None else f"{event['nbytes']:,}"
+            cells += [
+                f"{nbytes} at {event['address']:#x}" if elsewhere else nbytes,
+                f"{event['milliseconds']:.2f}" if event["milliseconds"] else "",
+            ]
+        name = events[0]["name"]
+        table.add_row(_STAGES.get(name, name), *cells, escape(_detail(name, events[0]["details"])))
     return table
 
 
+def _detail(name: str, details: dict[str, Any]) -> str:
+    """What is worth knowing of a stage beside bytes and time."""
+    if name == "registered":
+        return f"{details['regions']} region{'s' * (details['regions'] != 1)}, epoch {details['epoch']}"
+    if name == "captured":
+        return f"{details['steps']} steps, {details['how']}"
+    if name == "budget" and details["minus_headroom"]:
+        return f"leaves {details['minus_headroom']:,}"
+    return str(details.get("reason", ""))
+
+
 def _requests(report: DemoReport) -> Table:
-    table = Table(title="requests", title_justify="left")
-    for name in ("request", "prompt tokens", "new tokens"):
-        table.add_column(name, justify="right")
-    for name in ("tokens equal", "answer"):
-        table.add_column(name)
+    table = _plain_table()
+    for name in ("request", "prompt tokens", "new", "equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("answer")
     for request in report.requests:
         # What is no byte ends a sequence; untrained weights say no words, so the bytes are shown as such.
         answer = ascii(bytes(token for token in request.tokens if token < 256))[2:-1]
@@ -114,9 +146,30 @@ def _requests(report: DemoReport) -> Table:
             str(request.prompt_tokens),
             str(len(request.tokens)),
             "[green]yes[/green]" if request.equal else "[red]no[/red]",
-            escape(request.error or (answer if len(answer) <= 48 else answer[:45] + "...")),
+            escape(request.error or (answer if len(answer) <= 32 else answer[:29] + "...")),
         )
     return table
+
+
+def _plain_table(**options: Any) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, **options)
+
+
+def _growth(growth: GrowthReport) -> str:
+    return (
+        f"growth: {growth.cycles} times each pool grew by {growth.nbytes:,} bytes and gave them back, while "
+        f"requests were served ({growth.served_again} of them again); leases and transfers out at those "
+        f"moments: {growth.in_flight}, longest wait {growth.waited_ms / 1e3:.1f} s, transfers failed: "
+        f"{growth.failed_transfers}."
+    )
+
+
+def _hosts(hosts: HostsReport) -> str:
+    where = ", ".join(f"{role} {address}" for role, address in hosts.addresses.items())
+    return (
+        f"two hosts: {where}; link down once for {hosts.cut_s:.1f} s, prompts moved before it: "
+        f"{hosts.moved_before}, after it: {hosts.moved_after}, written again: {hosts.resent}."
+    )
 
 
 def _verdict(report: DemoReport) -> str:
