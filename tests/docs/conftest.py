@@ -52,7 +52,7 @@ def scraped() -> dict[int, str]:
 def background(place: Path, scraped: dict[int, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """The demo and the programs of the pages, all at once: each has several processes that mostly wait."""
     kvarena = Path(sysconfig.get_path("scripts")) / "kvarena"
-    demo = [str(kvarena), "demo", "--transfer", "same-host", "--plot", "arena.png", *_SHORT]
+    demo = [str(kvarena), "demo", "--transfer", "same-host", "--grow", "1", "--plot", "arena.png", *_SHORT]
     arguments = {"demo": demo}
     page = ROOT / "docs" / "engines" / "embedded.md"
     for title in ("engine.py", "watcher.py", "client.py"):
