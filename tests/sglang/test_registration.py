@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kvarena.hooks import hookimpl
+from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool.errors import PoolStateError
 from kvarena.transfer import RegistrationError
@@ -124,6 +129,38 @@ def test_what_is_registered_is_what_is_backed(finalized: Any, manager: Any) -> N
     assert kv.kv_args.kv_data_lens == [finalized.bound.total_bytes]
     assert kv.kv_args.state_data_lens[0] == [finalized.bound.total_bytes]
     assert not any(call[0] == "batch" for call in engine.calls)
+
+
+def test_the_status_file_says_registered_and_backed(
+    rig: Any, manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the GPU driver, and ``kvarena status``, read."""
+    told = msgspec.structs.replace(runtime.settings, status=True, socket_dir=str(tmp_path / "status"))
+    monkeypatch.setattr(runtime, "settings", told)
+    bundle = rig.reserved(256, 128)
+    bundle.resize(rig.config(164, 84))
+    manager(bundle).register_buffer_to_engine()
+    report = bundle.bound.report
+    assert report is not None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        files = list((tmp_path / "status").glob("*.status.json"))
+        pool = json.loads(files[0].read_text())["pool"] if files else {}
+        if pool.get("engines"):
+            break
+        time.sleep(0.05)
+    assert pool["state"] == "serving"
+    (engine,) = pool["engines"]
+    assert engine["registered_bytes"] == pool["backed_bytes"] == bundle.bound.arena.backed_bytes
+    assert pool["active_bytes"] == bundle.bound.total_bytes
+    assert len(pool["handle_bytes"]) == 1
+    assert {each["name"] for each in pool["sub_pools"]} == {"full", "swa"}
+    locations = bundle.allocator.alloc(8)
+    live = {each.name: each.live_pages for each in report.reporter.pool_status().sub_pools}
+    assert live == {"full": 2, "swa": 2}
+    bundle.allocator.free(locations)
+    bundle.bound.close()
+    assert not list((tmp_path / "status").glob("*.status.json"))
 
 
 def test_overlapping_aux_buffers_are_registered_once(finalized: Any, manager: Any) -> None:

@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang import families
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import differences, missing, resolve
+from kvarena.plugin.engines.sglang.shapes import missing, resolve
 from kvarena.plugin.engines.sglang.targets import Family, Kind, Layer, Target
 
 __all__ = [
@@ -146,29 +145,3 @@ def refused_by_environment(environ: dict[str, str] | None = None) -> str | None:
     if allowed and ENTRY_POINT not in allowed:
         return f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} leaves kvarena out; add {ENTRY_POINT} to it"
     return None
-
-
-def diagnose(environ: dict[str, str] | None = None) -> list[str]:
-    """What keeps kvarena from working in SGLang on this machine, one line each; imports SGLang."""
-    found = []
-    release = release_of_sglang()
-    if release is None:
-        return ["SGLang is not installed"]
-    excluded = refused_by_environment(environ)
-    if excluded:
-        found.append(excluded)
-    try:
-        from kvarena.plugin.config import load_settings
-
-        experimental = load_settings(environ).sglang_experimental
-    except KvArenaError as error:
-        return [*found, str(error)]
-    family, reasons = families.choose(release, experimental=experimental)
-    if family is None:
-        found += [f"SGLang {release}: {reason}" for reason in reasons]
-    elif families.layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL:
-        found.append(f"SGLang {release}: only the planner is corrected; nothing is sized after capture")
-    return found
-
-
-__all__ += ["diagnose", "differences", "refused_by_environment"]

@@ -43,6 +43,7 @@ TELLING = re.compile(
     r"kvarena|Post-capture KV|KV cache (size|allocated)|max_total_num_tokens|UnifiedKVPool (alloc|reserved)|"
     r"mem_fraction_static=|avail mem|Traceback|Error:",
 )
+FIGURES = ("state", "reserved_bytes", "backed_bytes", "active_bytes", "tokens")
 
 
 class Server:
@@ -219,11 +220,8 @@ def check_status(servers: list[Server], kvarena: bool, *, registered: bool = Fal
         for pool in pools:
             engines = pool.get("engines") or []
             held = [engine["registered_bytes"] for engine in engines]
-            say(
-                f"{server.name}: state {pool['state']} reserved {pool['reserved_bytes']} "
-                f"backed {pool['backed_bytes']} active {pool['active_bytes']} handles {len(pool['handle_bytes'])} tokens {pool['tokens']} "
-                f"registered {held}"
-            )
+            told = {name: pool[name] for name in FIGURES}
+            say(f"{server.name}: {told} handles {len(pool['handle_bytes'])} registered {held}")
             if pool["state"] != "serving" or any(nbytes != pool["backed_bytes"] for nbytes in held):
                 raise SystemExit(f"{server.name}: registered is not backed")
             if registered and not held:
