@@ -248,7 +248,8 @@ class Demo:
     def _stop(self, roles: tuple[Role, ...]) -> None:
         for role in roles:
             self._send(role, control.Stop())
-        self._until(lambda: all(self._over(role) for role in roles), limit=GRACE_S)
+        # The others' last words are wanted, too, when one has failed.
+        self._until(lambda: all(self._over(role) for role in roles), limit=GRACE_S, heed_failures=False)
         for role in roles:
             if not self._over(role) and not self._failed():
                 what = f"it did not stop within {GRACE_S:g} s."

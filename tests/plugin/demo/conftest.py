@@ -52,8 +52,23 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="session")
 def make_demo() -> Callable[..., Demo]:
-    def make(requests: list[Request], *, timeout: float = SETTINGS.transfer_timeout, **more: object) -> Demo:
-        settings = msgspec.structs.replace(SETTINGS, transfer_timeout=timeout)
-        return Demo(CONFIG, settings, requests, **more)  # type: ignore[arg-type]
+    def make(
+        requests: list[Request],
+        *,
+        timeout: float = SETTINGS.transfer_timeout,
+        transfer: str = "mooncake",
+        socket_dir: str | None = None,
+        headroom: int = 0,
+        reserved_bytes: int | None = None,
+        **more: object,
+    ) -> Demo:
+        settings = msgspec.structs.replace(
+            SETTINGS,
+            transfer_timeout=timeout,
+            transfer=(transfer,),
+            socket_dir=socket_dir,
+            headroom=headroom,
+        )
+        return Demo(CONFIG.evolve(reserved_bytes=reserved_bytes), settings, requests, **more)  # type: ignore[arg-type]
 
     return make

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from kvarena.plugin.demo_run import Demo
@@ -55,3 +57,23 @@ def test_the_survivor_reports_and_frees(
     assert capacities["swa_available_size"] == capacities["size_swa"]
     assert demo.processes[survivor].returncode == EXIT_FAILED
     assert all(process.returncode is not None for process in demo.processes.values())
+
+
+def test_a_run_that_is_broken_off_takes_everything_down(
+    make_demo: Callable[..., Demo], requests: list[Request], tmp_path: Path
+) -> None:
+    os.chmod(tmp_path, stat.S_IRWXU)
+
+    def interrupt(role: Role, message: control.Message) -> None:
+        # In the middle: a prompt has moved, the reference imports torch.
+        if isinstance(message, control.Progress) and message.moved:
+            raise KeyboardInterrupt
+
+    demo = make_demo(requests, transfer="same-host", socket_dir=str(tmp_path), on_event=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run()
+    # They ended by themselves, and orderly: no socket and no status file is left.
+    assert {process.returncode for process in demo.processes.values()} <= {EXIT_FAILED, -signal.SIGTERM}
+    assert demo.processes["prefill"].returncode == EXIT_FAILED
+    assert demo.processes["decode"].returncode == EXIT_FAILED
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.is_socket()] == []
