@@ -24,7 +24,7 @@ contract: $(READY)
 
 docs: $(READY)
 	$(PY) tools/hook_reference.py --check
-	$(VENV)/bin/mkdocs build --strict --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	sh tools/setup.sh $(VENV) $(EXTRAS)

@@ -19,7 +19,7 @@ class HookError(KvArenaError):
     def __init__(self, plugin: str, hook: str, error: BaseException) -> None:
         super().__init__(
             f"plugin {plugin!r} failed in {hook}: {type(error).__name__}: {error}.",
-            fix=f"Fix or uninstall the plugin, or name it in KVARENA_BLOCK_PLUGINS={plugin}.",
+            fix=_advice(plugin),
         )
         self.plugin = plugin
         self.hook = hook
@@ -32,6 +32,12 @@ class PluginLoadError(KvArenaError):
         super().__init__(
             f"plugin {plugin!r} of the entry-point group 'kvarena' cannot be loaded: "
             f"{type(error).__name__}: {error}.",
-            fix=f"Fix or uninstall it, or name it in KVARENA_BLOCK_PLUGINS={plugin}.",
+            fix=_advice(plugin),
         )
         self.plugin = plugin
+
+
+def _advice(plugin: str) -> str:
+    if plugin.startswith("kvarena-"):  # a built-in answer: nothing that an operator could do without
+        return "This is a fault of kvarena itself: please report it."
+    return f"Fix or uninstall the plugin, or name it in KVARENA_BLOCK_PLUGINS={plugin}."

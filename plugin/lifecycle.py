@@ -256,7 +256,7 @@ class PoolLifecycle:
             )
             with self._noting_registrations():
                 self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
-            with self.timeline.timed("given back") as event:
+            with self.timeline.timed("given_back") as event:
                 pool.give_back(total_bytes)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
         self._register(pool, self._resize_now(pool))

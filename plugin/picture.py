@@ -26,7 +26,7 @@ _EVENTS: Final = {
     "captured": "captured",
     "finalized": "finalized to",
     "grown": "grown to",
-    "given back": "given back to",
+    "given_back": "given back to",
     "eager": "allocated",
     "closed": "closed",
 }

@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kvarena.pool import Arena, HostVmm, UnifiedKVPool
+    from kvarena.pool.layout import GrowDirection
 
 __all__ = ["kvarena_arena", "kvarena_driver", "kvarena_pool", "kvarena_reserved_pool"]
 
@@ -51,7 +52,7 @@ def kvarena_reserved_pool(kvarena_driver: HostVmm) -> Iterator[UnifiedKVPool]:
     import torch
     from kvarena.pool import MHASubPoolSpec, UnifiedKVPool
 
-    def spec(name: str, grow_direction: str, layers: int) -> MHASubPoolSpec:
+    def spec(name: str, grow_direction: GrowDirection, layers: int) -> MHASubPoolSpec:
         return MHASubPoolSpec(name, grow_direction, layers, head_num=2, head_dim=32, dtype=torch.float32)
 
     free = kvarena_driver.free_bytes()
