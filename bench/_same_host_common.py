@@ -6,7 +6,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
@@ -15,6 +15,14 @@ from kvarena.pool import Arena, HostVmm
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 POISON = 0xA5
+
+
+class BenchLease(NamedTuple):
+    """What the engine reads of a lease."""
+
+    request: str
+    serial: int
+    pages: Any
 
 
 class Case(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
@@ -32,6 +32,7 @@ from _same_host_common import (
     MIB,
     POISON,
     TABLE,
+    BenchLease,
     Case,
     fill,
     make_arena,
@@ -42,17 +43,13 @@ from _same_host_common import (
     section,
     synchronize,
 )
+from _same_host_costs import COSTS, costs
 from kvarena.pool import Arena
+from kvarena.transfer._same_host_direction import Direction
 from kvarena.transfer.protocol import Region
 from kvarena.transfer.same_host import SameHostEngine
 
-
-class BenchLease(NamedTuple):
-    """What the engine reads of a lease."""
-
-    request: str
-    serial: int
-    pages: dict[str, list[int]]
+WAYS = ("admitted", "first seen", "shuffled", "after 1 ms of rest")
 
 
 def main() -> None:
@@ -63,22 +60,30 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     if options.host:
-        section("two processes, host memory", lambda: engine_pair("host", "host", options.arena_mib * MIB))
+        section("what each step takes, one process", lambda: costs("host"))
+        section(
+            "two processes, host memory", lambda: engine_pair("host", "host", options.arena_mib * MIB, "push")
+        )
     else:
         print(f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}, torch {torch.__version__}")
         if not options.skip_kernel:
             section("kernel variants, one process", lambda: kernels(options.arena_mib * MIB))
-        section("two processes, one GPU", lambda: engine_pair("cuda:0", "cuda:0", options.arena_mib * MIB))
+        section("what each step takes, one process", lambda: costs("cuda:0"))
+        pairs = [("one GPU", "cuda:0")]
         if torch.cuda.device_count() > 1:
-            section(
-                "two processes, two GPUs", lambda: engine_pair("cuda:0", "cuda:1", options.arena_mib * MIB)
-            )
+            pairs.append(("two GPUs", "cuda:1"))
+        for where, there in pairs:
+            for way in ("push", "pull"):
+                section(
+                    f"two processes, {where}, {way}",
+                    partial(engine_pair, "cuda:0", there, options.arena_mib * MIB, way),
+                )
     print(f"\n{'what':<34} {'case':<16} {'us':>9} {'GB/s':>8} {'of plain':>8}  target")
     for what, case, us, rate, ratio, target in TABLE:
         print(f"{what:<34} {case:<16} {us:9.1f} {rate:8.1f} {ratio:8.2f}  {target}")
     print(f"{time.perf_counter() - began:.0f} s in all")
     out = Path(os.environ.get("OUT", tempfile.gettempdir()))
-    (out / "same_host.json").write_text(json.dumps(TABLE))
+    (out / "same_host.json").write_text(json.dumps({"table": TABLE, "costs": COSTS}))
 
 
 def kernels(arena_bytes: int) -> None:
@@ -88,7 +93,7 @@ def kernels(arena_bytes: int) -> None:
     kernel_variants(arena_bytes)
 
 
-def engine_pair(src_device: str, dst_device: str, arena_bytes: int) -> None:
+def engine_pair(src_device: str, dst_device: str, arena_bytes: int, way: Direction) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +101,7 @@ def engine_pair(src_device: str, dst_device: str, arena_bytes: int) -> None:
         process = context.Process(target=receiver, args=(there, dst_device, arena_bytes, str(directory)))
         process.start()
         try:
-            sender(here, src_device, dst_device, arena_bytes, directory)
+            sender(here, src_device, dst_device, arena_bytes, directory, way)
             process.join(30)
         finally:
             if process.is_alive():
@@ -106,11 +111,11 @@ def engine_pair(src_device: str, dst_device: str, arena_bytes: int) -> None:
 
 @contextmanager
 def an_engine(
-    device: str, arena_bytes: int, directory: Path, name: str
+    device: str, arena_bytes: int, directory: Path, name: str, way: Direction = "push"
 ) -> Iterator[tuple[Arena, SameHostEngine]]:
     arena = make_arena(device, arena_bytes)
     try:
-        with SameHostEngine(arena, name=name, directory=directory) as engine:
+        with SameHostEngine(arena, name=name, directory=directory, direction=way) as engine:
             engine.register([Region(arena.base, arena_bytes)])
             yield arena, engine
     finally:
@@ -128,9 +133,11 @@ def answer(pipe: Any) -> Any:
     return pipe.recv()
 
 
-def sender(pipe: Any, src_device: str, dst_device: str, arena_bytes: int, directory: Path) -> None:
-    what = "engine" if src_device == dst_device else "engine push"
-    with an_engine(src_device, arena_bytes, directory, "sender") as (arena, engine):
+def sender(
+    pipe: Any, src_device: str, dst_device: str, arena_bytes: int, directory: Path, way: Direction
+) -> None:
+    what = f"engine {way}" if src_device == dst_device else f"two GPUs, {way}"
+    with an_engine(src_device, arena_bytes, directory, "sender", way) as (arena, engine):
         description = answer(pipe)
         start = time.perf_counter()
         peer = engine.connect(description)
@@ -152,8 +159,6 @@ def sender(pipe: Any, src_device: str, dst_device: str, arena_bytes: int, direct
             name = f"{nbytes // MIB} MiB"
             row("plain copy", name, plain, nbytes, plain)
             row(what + ("" if good else " WRONG BYTES"), name, us, nbytes, plain, target)
-            if src_device != dst_device:
-                pull(engine, peer, arena, nbytes, plain, reps)
         for case in CASES:
             if src_device == "host":
                 if case.nbytes > arena_bytes // 4:
@@ -168,15 +173,6 @@ def whole(
 ) -> None:
     start = index % places * nbytes
     engine.submit(peer, [src + start], [dst + start], [nbytes]).wait(30)
-
-
-def pull(engine: SameHostEngine, peer: str, arena: Arena, nbytes: int, plain: float, reps: int) -> None:
-    """The same bytes the other way: this process's GPU reads the peer's."""
-    mapped = engine.peer(peer)._arena.base
-    columns = [np.array([value], np.int64) for value in (mapped, arena.base, nbytes)]
-    copier = engine._copier
-    us = median_us(lambda _i: copier.copy_spans(*columns, on_done=lambda _e: None).wait(30), reps)
-    row("pull", f"{nbytes // MIB} MiB", us, nbytes, plain)
 
 
 def pages_case(
@@ -195,29 +191,35 @@ def pages_case(
     rng = np.random.default_rng(seed)
     places = arena.backed_bytes // case.page_bytes
     sources = [rng.permutation(places)[: case.pages] for _ in range(8)]
-    for way in ("admitted", "first seen"):
+    for round_, way in enumerate(WAYS):
         fill(arena.tensor[: arena.backed_bytes], seed)
         synchronize(src_device)
-        leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + len(way))]
+        leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + round_)]
         targets = [np.array(lease.pages["full"]) for lease in leases]
-        if way == "admitted":
+        if way == "shuffled":
+            targets = [rng.permutation(target) for target in targets]
+        if way != "first seen":
             for lease in leases:
                 engine.admit(peer, lease)
+        if way == "first seen":  # as a lease is when it comes from the control plane
+            leases = [lease._replace(pages={"full": tuple(lease.pages["full"])}) for lease in leases]
+        order = [target.tolist() for target in targets] if way == "shuffled" else None
         starts, ends = [], []
         for index, lease in enumerate(leases):
-            time.sleep(0.0003)  # so that the receiver is back at its wait
+            if way == "after 1 ms of rest":
+                time.sleep(0.001)
             starts.append(time.perf_counter())
             pending = engine.submit_pages(peer, sources[index % 8], targets[index], case.page_bytes, lease)
             pending.wait(30)
             ends.append(time.perf_counter())
-        known, good = ask(pipe, "check pages", seed, sources)
+        known, good = ask(pipe, "check pages", seed, sources, order)
         us = statistics.median(np.subtract(ends, starts)[3:]) * 1e6
         heard = statistics.median(np.subtract(known, starts)[3:]) * 1e6
         if way == "admitted":
             row("plain copy", str(case), plain, case.nbytes, plain)
         wrong = "" if good else " WRONG BYTES"
         row(f"{what}, lease {way}{wrong}", str(case), us, case.nbytes, plain, case.target)
-        if way == "admitted":
+        if way in ("admitted", "after 1 ms of rest"):
             row(f"{what}, until receiver knows", str(case), heard, case.nbytes, plain)
 
 
@@ -256,12 +258,12 @@ def receiver(pipe: Any, device: str, arena_bytes: int, directory: str) -> None:
                     one.wait(60)
                     known.append(time.perf_counter())
             elif message[0] == "check pages":
-                _, seed, sources = message
+                _, seed, sources, order = message
                 assert case is not None
                 filled, expected = torch.empty_like(own), torch.full_like(own, POISON)
                 fill(filled, seed)
                 for index, lease in enumerate(leases):
-                    ids = np.array(lease.pages["full"])
+                    ids = np.array(lease.pages["full"] if order is None else order[index])
                     move_rows(expected, filled, case.page_bytes, sources[index % 8], ids)
                 pipe.send((known, torch.equal(expected, own)))
 

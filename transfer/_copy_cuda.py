@@ -1,25 +1,29 @@
 """Copies between mapped arenas on CUDA: one gather-scatter kernel, on a stream of its own.
 
-The kernel reads its page ids straight from pinned host memory, so a copy is a single launch: no
-upload goes before it, and nothing waits on the host.
+A copy is one launch and one or two stores by the stream. The kernel reads its page ids straight from
+pinned host memory: no upload goes before it. Its end is a number in pinned memory: nobody has to ask the
+driver, and the process of the receiver sees it as soon as that of the sender.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, final
+import time
+from typing import final
 
 import numpy as np
 from cuda.bindings import driver as cu
-from kvarena.transfer._copy import Int64, OnDone, Ticket
-from kvarena.transfer._copy_flight import SLOT_WORDS, CudaTicket, Reporter, Slots
-from kvarena.transfer._copy_kernel import Tuning, compile_pages, compile_spans
-from kvarena.transfer._copy_launch import Device, Launcher, check
+from kvarena.transfer._copy import Int64, Signal, await_clock
+from kvarena.transfer._copy_kernel import Tuning, compile_pages, compile_spans, page_tuning
+from kvarena.transfer._copy_launch import Device, Launcher, Stream, check
+from kvarena.transfer._copy_tables import HALF_WORDS, TABLE_WORDS, Tables
 
 __all__ = ["CudaCopier"]
 
 # From this many bytes a run on, the driver's own copy is as fast as the kernel, and no table is needed.
-_LARGE_RUN = 8 << 20
+_LARGE_RUN = 1 << 20
+# How often a waiter asks whether the device has died, instead of only looking at the count.
+_FAULT_SECONDS = 0.05
 
 
 @final
@@ -30,21 +34,77 @@ class CudaCopier:
     ----------
     index : int
         The device.
-    name : str
-        Of the thread that reports completions nobody waits for.
     tuning : Tuning, optional
-        How copies are cut.
+        How copies are cut; default: by the size of their pages.
     """
 
-    def __init__(self, index: int, name: str, tuning: Tuning | None = None) -> None:
+    def __init__(self, index: int, tuning: Tuning | None = None) -> None:
         self._device = Device(index)
-        self._tuning = tuning or Tuning()
+        self._tuning = tuning
         self._lock = threading.Lock()
         self._launchers: dict[tuple[int, bool], Launcher] = {}
-        self._slots = Slots(self._device)
-        self._events: list[Any] = []
-        self._reporter = Reporter(self._device, name)
+        with self._device.current():
+            self._stream = Stream(self._device)
+            self._tables = Tables(self._stream)
+        self._count = self._tables.count_address
+        self._started = 0
+        self._fault: str | None = None
+        self._asked = 0.0
         self._closed = False
+
+    @property
+    def ended(self) -> int:
+        """See `Copier.ended`."""
+        return self._tables.ended
+
+    def has_ended(self, number: int) -> bool:
+        """See `Clock.has_ended`."""
+        if self._tables.ended >= number:
+            return True
+        if self._fault is not None:
+            raise RuntimeError(self._fault)
+        now = time.monotonic()
+        if now - self._asked > _FAULT_SECONDS:
+            self._asked = now
+            self.fault()
+        return False
+
+    def wait(self, number: int, timeout: float | None) -> bool:
+        """See `Clock.wait`."""
+        return await_clock(self.has_ended, number, timeout)
+
+    def fault(self) -> str | None:
+        """See `Copier.fault`."""
+        with self._lock:
+            if self._fault is None and not self._closed:
+                with self._device.current():
+                    self._fault = self._stream.fault()
+            return self._fault
+
+    def identity(self) -> str:
+        """See `Copier.identity`: the device's UUID, which its number in a process is not."""
+        return self._device.uuid
+
+    def can_reach(self, identity: str) -> bool | None:
+        """See `Copier.can_reach`."""
+        return self._device.can_reach(identity)
+
+    def adopt(self, address: int, nbytes: int) -> int:
+        """See `Copier.adopt`."""
+        flags = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP
+        with self._device.current():
+            check(cu.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
+            return int(check(cu.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+
+    def disown(self, address: int) -> None:
+        """See `Copier.disown`."""
+        with self._device.current():
+            cu.cuMemHostUnregister(address)
+
+    def settle(self, after: int) -> None:
+        """See `Copier.settle`."""
+        with self._device.current():
+            check(cu.cuStreamSynchronize(after), "cuStreamSynchronize")
 
     def prepare(self, page_bytes: int) -> None:
         """Compile for pages of this size now instead of in the first transfer."""
@@ -59,27 +119,30 @@ class CudaCopier:
         src_pages: Int64,
         dst_pages: Int64,
         page_bytes: int,
-        on_done: OnDone,
+        signal: Signal | None = None,
         after: int | None = None,
-    ) -> Ticket:
+    ) -> int:
         """See `Copier.copy_pages`."""
-        with self._lock, self._device.current():
-            try:
-                return self._pages(src_base, dst_base, src_pages, dst_pages, page_bytes, on_done, after)
-            except RuntimeError:
-                self._stop()
-                raise
+        with self._lock:
+            if self._device.is_current:  # a thread that works on a device has its context already
+                return self._pages(src_base, dst_base, src_pages, dst_pages, page_bytes, signal, after)
+            with self._device.current():
+                return self._pages(src_base, dst_base, src_pages, dst_pages, page_bytes, signal, after)
 
     def copy_spans(
-        self, src: Int64, dst: Int64, lengths: Int64, on_done: OnDone, after: int | None = None
-    ) -> Ticket:
+        self,
+        src: Int64,
+        dst: Int64,
+        lengths: Int64,
+        signal: Signal | None = None,
+        after: int | None = None,
+    ) -> int:
         """See `Copier.copy_spans`."""
-        with self._lock, self._device.current():
-            try:
-                return self._spans(src, dst, lengths, on_done, after)
-            except RuntimeError:
-                self._stop()
-                raise
+        with self._lock:
+            if self._device.is_current:
+                return self._spans(src, dst, lengths, signal, after)
+            with self._device.current():
+                return self._spans(src, dst, lengths, signal, after)
 
     def close(self) -> None:
         """See `Copier.close`."""
@@ -87,15 +150,13 @@ class CudaCopier:
             if self._closed:
                 return
             self._closed = True
-        self._reporter.close()
-        with self._device.current():
-            cu.cuStreamSynchronize(self._device.stream)
-            for event in self._events:
-                cu.cuEventDestroy(event)
-            for launcher in self._launchers.values():
-                launcher.close()
-        self._slots.close()
-        self._device.close()
+            with self._device.current():
+                self._stream.synchronize()
+                for launcher in self._launchers.values():
+                    launcher.close()
+                self._tables.close()
+                self._stream.close()
+            self._device.close()
 
     def _pages(
         self,
@@ -104,39 +165,63 @@ class CudaCopier:
         src_pages: Int64,
         dst_pages: Int64,
         page_bytes: int,
-        on_done: OnDone,
+        signal: Signal | None,
         after: int | None,
-    ) -> Ticket:
-        self._follow(after)
-        launcher = self._launcher(page_bytes, (src_base | dst_base) % 16 == 0)
+    ) -> int:
+        if after is not None:
+            self._stream.follow(after)
+        aligned = not (src_base | dst_base) & 15
+        launcher = self._launchers.get((page_bytes, aligned)) or self._launcher(page_bytes, aligned)
         spans = -(-page_bytes // launcher.span_bytes)
-        for start in range(0, src_pages.size, SLOT_WORDS // 2):
-            count = min(SLOT_WORDS // 2, src_pages.size - start)
-            table, address = self._slots.take()
-            table[0 : 2 * count : 2] = src_pages[start : start + count]
-            table[1 : 2 * count : 2] = dst_pages[start : start + count]
-            launcher.launch(count * spans, self._device.stream, src_base, dst_base, address)
-        return self._record(on_done)
+        count = src_pages.size
+        start = 0
+        while True:
+            stop = min(start + HALF_WORDS, count)
+            number = self._started + 1
+            words, address = self._tables.take(number)
+            here = stop - start
+            words[:here] = src_pages[start:stop] if here < count else src_pages
+            words[HALF_WORDS : HALF_WORDS + here] = dst_pages[start:stop] if here < count else dst_pages
+            if here:
+                launcher.launch(here * spans, src_base, dst_base, address)
+            if stop == count:
+                return self._finish(number, signal)
+            self._finish(number, None)
+            start = stop
 
-    def _spans(self, src: Int64, dst: Int64, lengths: Int64, on_done: OnDone, after: int | None) -> Ticket:
-        self._follow(after)
+    def _spans(self, src: Int64, dst: Int64, lengths: Int64, signal: Signal | None, after: int | None) -> int:
+        if after is not None:
+            self._stream.follow(after)
+        if lengths.size == 1 and (nbytes := int(lengths[0])) >= _LARGE_RUN:
+            self._stream.copy(int(dst[0]), int(src[0]), nbytes)
+            return self._finish(self._started + 1, signal)
         large = lengths >= _LARGE_RUN
         for source, target, nbytes in np.stack((src, dst, lengths), axis=1)[large].tolist():
-            check(cu.cuMemcpyAsync(target, source, nbytes, self._device.stream), "cuMemcpyAsync")
+            self._stream.copy(target, source, nbytes)
         if not large.all():
             self._small_spans(src[~large], dst[~large], lengths[~large])
-        return self._record(on_done)
+        return self._finish(self._started + 1, signal)
 
     def _small_spans(self, src: Int64, dst: Int64, lengths: Int64) -> None:
         launcher = self._launcher(0, int(np.bitwise_or.reduce(src | dst | lengths)) % 16 == 0)
         rows = _cut(src, dst, lengths, launcher.span_bytes)
         rows[:, 2] //= launcher.kernel.word_bytes
-        step = SLOT_WORDS // 3
+        step = TABLE_WORDS // 3
         for start in range(0, len(rows), step):
             batch = rows[start : start + step]
-            table, address = self._slots.take()
-            table[: batch.size] = batch.ravel()
-            launcher.launch(len(batch), self._device.stream, address)
+            number = self._started + 1
+            table = self._tables.take(number)
+            table.words[: batch.size] = batch.ravel()
+            launcher.launch(len(batch), table.address)
+            self._finish(number, None)
+
+    def _finish(self, number: int, signal: Signal | None) -> int:
+        """All of a copy, or of a launch of it, is on the stream: let it count."""
+        self._started = number
+        if signal is not None and signal.word:
+            self._stream.write(signal.word, signal.value)
+        self._stream.write(self._count, number)
+        return number
 
     def _launcher(self, page_bytes: int, aligned: bool) -> Launcher:
         """The kernel for pages of this size; 0: the one for spans."""
@@ -144,39 +229,14 @@ class CudaCopier:
         if launcher is None:
             capability = self._device.capability
             if page_bytes:
-                launcher = Launcher(compile_pages(capability, page_bytes, aligned, self._tuning), 3)
+                tuning = self._tuning or page_tuning(page_bytes)
+                kernel = compile_pages(capability, page_bytes, aligned, tuning, half=HALF_WORDS)
+                launcher = Launcher(self._device, self._stream, kernel, 3)
             else:
-                launcher = Launcher(compile_spans(capability, aligned, self._tuning), 1)
+                kernel = compile_spans(capability, aligned, self._tuning or Tuning())
+                launcher = Launcher(self._device, self._stream, kernel, 1)
             self._launchers[page_bytes, aligned] = launcher
         return launcher
-
-    def _follow(self, after: int | None) -> None:
-        """Let our stream wait for what another has been given so far."""
-        if after is None:
-            return
-        event = self._event()
-        check(cu.cuEventRecord(event, after), "cuEventRecord")
-        check(cu.cuStreamWaitEvent(self._device.stream, event, 0), "cuStreamWaitEvent")
-        self._events.append(event)  # the wait holds what was recorded; recording anew does not change it
-
-    def _stop(self) -> None:
-        """A copy failed half-way and has no ticket: wait until what was started of it has ended."""
-        cu.cuStreamSynchronize(self._device.stream)
-        self._slots.used_by(None)
-
-    def _record(self, on_done: OnDone) -> Ticket:
-        event = self._event()
-        check(cu.cuEventRecord(event, self._device.stream), "cuEventRecord")
-        ticket = CudaTicket(self._device, event, self._events, on_done)
-        self._slots.used_by(ticket)
-        self._reporter.add(ticket)
-        return ticket
-
-    def _event(self) -> Any:
-        try:
-            return self._events.pop()
-        except IndexError:
-            return check(cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING), "cuEventCreate")
 
 
 def _cut(src: Int64, dst: Int64, lengths: Int64, most: int) -> Int64:

@@ -11,7 +11,7 @@ from typing import final
 
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._copy import Int64, OnDone, ThreadTicket, Ticket
+from kvarena.transfer._copy import Int64, Signal, await_clock
 
 __all__ = ["HostCopier"]
 
@@ -26,13 +26,58 @@ class HostCopier:
     """A `Copier` over the host's memory."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], ThreadTicket] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], int, Signal | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        self._started = 0
+        self._ended = 0
+        self._failures: dict[int, str] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def ended(self) -> int:
+        """See `Copier.ended`."""
+        return self._ended
+
+    def has_ended(self, number: int) -> bool:
+        """See `Clock.has_ended`."""
+        if self._ended < number:
+            return False
+        if self._failures and number in self._failures:
+            raise RuntimeError(self._failures[number])
+        return True
+
+    def wait(self, number: int, timeout: float | None) -> bool:
+        """See `Clock.wait`."""
+        return await_clock(self.has_ended, number, timeout)
+
     def prepare(self, page_bytes: int) -> None:
         """See `Copier.prepare`; there is nothing to do."""
+
+    def identity(self) -> str:
+        """See `Copier.identity`."""
+        return "host"
+
+    def can_reach(self, identity: str) -> bool | None:
+        """See `Copier.can_reach`."""
+        return identity == "host"
+
+    def adopt(self, address: int, nbytes: int) -> int:
+        """See `Copier.adopt`; a thread of the process can write there as it is."""
+        return address
+
+    def disown(self, address: int) -> None:
+        """See `Copier.disown`."""
+
+    def settle(self, after: int) -> None:
+        """See `Copier.settle`; host memory has no streams."""
+
+    def fault(self) -> str | None:
+        """See `Copier.fault`."""
+        return None
 
     def copy_pages(
         self,
@@ -41,18 +86,23 @@ class HostCopier:
         src_pages: Int64,
         dst_pages: Int64,
         page_bytes: int,
-        on_done: OnDone,
+        signal: Signal | None = None,
         after: int | None = None,
-    ) -> Ticket:
+    ) -> int:
         """See `Copier.copy_pages`; host memory has no streams, so `after` is not needed."""
         src, dst = src_pages.copy(), dst_pages.copy()
-        return self._start(lambda: _move_pages(src_base, dst_base, src, dst, page_bytes), on_done)
+        return self._start(lambda: _move_pages(src_base, dst_base, src, dst, page_bytes), signal)
 
     def copy_spans(
-        self, src: Int64, dst: Int64, lengths: Int64, on_done: OnDone, after: int | None = None
-    ) -> Ticket:
+        self,
+        src: Int64,
+        dst: Int64,
+        lengths: Int64,
+        signal: Signal | None = None,
+        after: int | None = None,
+    ) -> int:
         """See `Copier.copy_spans`."""
-        return self._start(lambda: _move_runs(*_runs(src, dst, lengths)), on_done)
+        return self._start(lambda: _move_runs(*_runs(src, dst, lengths)), signal)
 
     def close(self) -> None:
         """See `Copier.close`."""
@@ -62,23 +112,30 @@ class HostCopier:
         self._queue.put(None)
         self._thread.join()
 
-    def _start(self, work: Callable[[], None], on_done: OnDone) -> Ticket:
-        ticket = ThreadTicket(on_done)
-        self._queue.put((work, ticket))
-        return ticket
+    def _start(self, work: Callable[[], None], signal: Signal | None) -> int:
+        with self._lock:
+            self._started += 1
+            self._queue.put((work, self._started, signal))
+            return self._started
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            work, ticket = job
-            error: BaseException | None = None
+            work, number, signal = job
             try:
                 work()
-            except Exception as caught:  # noqa: BLE001 - it belongs to whoever waits
-                error = caught
-            try:
-                ticket.end(error)
-            except Exception:  # noqa: BLE001 - a thread that serves others must live on
-                _log.exception("a completed copy could not be reported")
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+                self._fail(number, str(error), signal)
+            if signal is not None and signal.word:
+                ctypes.c_uint64.from_address(signal.word).value = signal.value
+            self._ended = number
+
+    def _fail(self, number: int, why: str, signal: Signal | None) -> None:
+        self._failures[number] = why
+        try:
+            if signal is not None and signal.failed is not None:
+                signal.failed(signal.value)
+        except Exception:  # noqa: BLE001 - a thread that serves others must live on
+            _log.exception("a failed copy could not be reported")
 
 
 def _move_pages(src_base: int, dst_base: int, src: Int64, dst: Int64, page_bytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["Compiled", "Tuning", "compile_pages", "compile_spans"]
+__all__ = ["Compiled", "Tuning", "compile_pages", "compile_spans", "page_tuning"]
 
 _VECTOR = 16
 """Bytes of the widest access of one thread; what is a multiple of it moves in such accesses."""
@@ -42,14 +42,20 @@ class Compiled:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_pages(  # type: ignore[no-untyped-def]
-    src, dst, ids, PAGE_WORDS: tl.constexpr, SPAN_WORDS: tl.constexpr, EVICT: tl.constexpr
+    src,
+    dst,
+    ids,
+    HALF: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    SPAN_WORDS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     SPANS: tl.constexpr = (PAGE_WORDS + SPAN_WORDS - 1) // SPAN_WORDS
     program = tl.program_id(0)
-    pair = ids + (program // SPANS) * 2
+    page = ids + program // SPANS
     words = (program % SPANS) * SPAN_WORDS + tl.arange(0, SPAN_WORDS)
-    source = src + tl.load(pair) * PAGE_WORDS + words
-    target = dst + tl.load(pair + 1) * PAGE_WORDS + words
+    source = src + tl.load(page) * PAGE_WORDS + words
+    target = dst + tl.load(page + HALF) * PAGE_WORDS + words
     if PAGE_WORDS % SPAN_WORDS == 0:
         tl.store(target, tl.load(source, eviction_policy=EVICT), eviction_policy=EVICT)
     else:
@@ -81,11 +87,18 @@ def _copy_spans(  # type: ignore[no-untyped-def]
     )
 
 
-def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tuning) -> Compiled:
+def page_tuning(page_bytes: int) -> Tuning:
+    """How pages of this size are cut best: measured on an H200 (docs/engines/same-host.md)."""
+    if page_bytes % (64 * 1024) == 0:
+        return Tuning(64 * 1024, 16)
+    return Tuning()
+
+
+def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tuning, *, half: int) -> Compiled:
     """A kernel for pages of one size.
 
-    Its parameters: source base, destination base, and a table of (source page, destination page) in
-    int64. It takes one program for each span of each page.
+    Its parameters: source base, destination base, and a table of int64: `half` source pages, then as
+    many destination pages. It takes one program for each span of each page.
 
     Parameters
     ----------
@@ -101,7 +114,12 @@ def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tunin
     source = _source(
         _copy_pages,
         {"src": pointer, "dst": pointer, "ids": "*i64"},
-        {"PAGE_WORDS": page_bytes // word, "SPAN_WORDS": span, "EVICT": tuning.eviction},
+        {
+            "HALF": half,
+            "PAGE_WORDS": page_bytes // word,
+            "SPAN_WORDS": span,
+            "EVICT": tuning.eviction,
+        },
         aligned=(0, 1, 2) if fast else (2,),
     )
     return _compile(source, capability, tuning.num_warps, word, span)

@@ -1,15 +1,22 @@
-"""Launches of compiled kernels through the CUDA driver, with what can be prepared prepared."""
+"""The CUDA driver as copies use it: what can be prepared is, and the calls in between go through ctypes.
+
+A call of `cuda.bindings` takes its arguments apart and makes objects of its answers; on the way of every
+transfer that is several microseconds. Everything that is called once still goes through it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any, final
 
 from cuda.bindings import driver as cu
 from kvarena.transfer._copy_kernel import Compiled
 from kvarena.transfer.errors import EngineUnavailable
 
-__all__ = ["Device", "Launcher", "check"]
+__all__ = ["Device", "Launcher", "Stream", "check"]
+
+_SUCCESS, _NOT_READY = 0, 600
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
@@ -20,14 +27,22 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) == 2 else result[1:] or None
 
 
+def _failed(what: str, code: int) -> RuntimeError:
+    try:
+        name = cu.CUresult(code).name
+    except ValueError:
+        name = f"code {code}"
+    return RuntimeError(f"{what} failed with {name}")
+
+
 @final
 class Device:
-    """A device's primary context, which PyTorch uses too, and one stream of our own in it.
+    """A device's primary context, which PyTorch uses too.
 
     Raises
     ------
     EngineUnavailable
-        There is no such device.
+        There is no such device, or no driver.
     """
 
     def __init__(self, index: int) -> None:
@@ -35,22 +50,38 @@ class Device:
             check(cu.cuInit(0), "cuInit")
             self.number = check(cu.cuDeviceGet(index), "cuDeviceGet")
             self.context = check(cu.cuDevicePrimaryCtxRetain(self.number), "cuDevicePrimaryCtxRetain")
-        except RuntimeError as error:
+            self.calls = ctypes.CDLL("libcuda.so.1")
+        except (RuntimeError, OSError) as error:
             raise EngineUnavailable("same-host", str(error)) from error
         self.context_address = int(self.context)
         self.capability = 10 * self._attribute("MAJOR") + self._attribute("MINOR")
-        with self.current():
-            flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self.stream = check(cu.cuStreamCreate(flags), "cuStreamCreate")
+        self.uuid = _uuid(self.number)
+        self._seen = ctypes.c_void_p()
+        self._seen_at = ctypes.byref(self._seen)
+        self._get_current = self.calls.cuCtxGetCurrent
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread has the device's context. The caller locks."""
+        self._get_current(self._seen_at)
+        return self._seen.value == self.context_address
 
     def current(self) -> _Current:
         """``with device.current()``: this thread has the device's context, and then again what it had."""
         return _Current(self)
 
+    def can_reach(self, uuid: str) -> bool | None:
+        """Whether memory of that device can be mapped for this one; None: that one is not visible here."""
+        if uuid == self.uuid:
+            return True
+        for index in range(check(cu.cuDeviceGetCount(), "cuDeviceGetCount")):
+            other = check(cu.cuDeviceGet(index), "cuDeviceGet")
+            if _uuid(other) == uuid:
+                return bool(check(cu.cuDeviceCanAccessPeer(self.number, other), "cuDeviceCanAccessPeer"))
+        return None
+
     def close(self) -> None:
-        """Let the stream and the context go."""
-        with self.current():
-            cu.cuStreamDestroy(self.stream)
+        """Let the context go."""
         cu.cuDevicePrimaryCtxRelease(self.number)
 
     def _attribute(self, part: str) -> int:
@@ -58,23 +89,88 @@ class Device:
         return int(check(cu.cuDeviceGetAttribute(name, self.number), "cuDeviceGetAttribute"))
 
 
-class _Current:
-    """A thread that works on a device has its context already: then nothing is pushed."""
+def _uuid(number: Any) -> str:
+    return bytes(check(cu.cuDeviceGetUuid(number), "cuDeviceGetUuid").bytes).hex()
 
-    __slots__ = ("_device", "_pushed")
+
+class _Current:
+    __slots__ = ("_device",)
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._pushed = False
 
     def __enter__(self) -> None:
-        if int(cu.cuCtxGetCurrent()[1]) != self._device.context_address:
-            check(cu.cuCtxPushCurrent(self._device.context), "cuCtxPushCurrent")
-            self._pushed = True
+        check(cu.cuCtxPushCurrent(self._device.context), "cuCtxPushCurrent")
 
     def __exit__(self, *_: object) -> None:
-        if self._pushed:
-            cu.cuCtxPopCurrent()
+        cu.cuCtxPopCurrent()
+
+
+@final
+class Stream:
+    """A stream of our own, and the calls on it. The caller locks, and sets the context."""
+
+    def __init__(self, device: Device) -> None:
+        calls = device.calls
+        self._device = device
+        self.handle = check(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamCreate")
+        self.address = int(self.handle)
+        self._event = check(cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING), "cuEventCreate")
+        self._pointer = ctypes.c_void_p(self.address)
+        self._value, self._size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._target, self._source = ctypes.c_uint64(), ctypes.c_uint64()
+        self._write, self._copy, self._query = (
+            calls.cuStreamWriteValue64_v2,
+            calls.cuMemcpyDtoDAsync_v2,
+            calls.cuStreamQuery,
+        )
+
+    def write(self, address: int, value: int) -> None:
+        """When all before is done and visible everywhere, store 8 bytes. Raises `RuntimeError`."""
+        self._target.value, self._value.value = address, value
+        # Flags 0: a fence over the whole system goes before the store.
+        code = self._write(self._pointer, self._target, self._value, 0)
+        if code:
+            raise _failed("cuStreamWriteValue64", code)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """The driver's own copy. Raises `RuntimeError`."""
+        self._target.value, self._source.value, self._size.value = target, source, nbytes
+        code = self._copy(self._target, self._source, self._size, self._pointer)
+        if code:
+            raise _failed("cuMemcpyDtoDAsync", code)
+
+    def follow(self, other: int) -> None:
+        """Wait for what another stream has been given so far. Raises `RuntimeError`."""
+        # The wait holds what the event recorded; recording it anew for the next copy does not change it.
+        check(cu.cuEventRecord(self._event, other), "cuEventRecord")
+        check(cu.cuStreamWaitEvent(self.handle, self._event, 0), "cuStreamWaitEvent")
+
+    def fault(self) -> str | None:
+        """The name of the error that the stream, and with it the context, has died of."""
+        code = self._query(self._pointer)
+        return None if code in (_SUCCESS, _NOT_READY) else str(_failed("a copy", code))
+
+    def synchronize(self) -> None:
+        """Block until all of it is done, well or badly."""
+        cu.cuStreamSynchronize(self.handle)
+
+    def close(self) -> None:
+        """Destroy it."""
+        cu.cuEventDestroy(self._event)
+        cu.cuStreamDestroy(self.handle)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 @final
@@ -86,32 +182,37 @@ class Launcher:
     want none.
     """
 
-    def __init__(self, kernel: Compiled, arguments: int) -> None:
+    def __init__(self, device: Device, stream: Stream, kernel: Compiled, arguments: int) -> None:
         self.kernel = kernel
         self.span_bytes = kernel.span_words * kernel.word_bytes
         self._module = check(cu.cuModuleLoadData(kernel.cubin), "cuModuleLoadData")
-        self._function = check(
-            cu.cuModuleGetFunction(self._module, kernel.name.encode()), "cuModuleGetFunction"
-        )
-        check(cu.cuFuncGetParamInfo(self._function, arguments - 1), "cuFuncGetParamInfo")
+        function = check(cu.cuModuleGetFunction(self._module, kernel.name.encode()), "cuModuleGetFunction")
+        check(cu.cuFuncGetParamInfo(function, arguments - 1), "cuFuncGetParamInfo")
         count = arguments
-        while cu.cuFuncGetParamInfo(self._function, count)[0] == cu.CUresult.CUDA_SUCCESS:
+        while cu.cuFuncGetParamInfo(function, count)[0] == cu.CUresult.CUDA_SUCCESS:
             count += 1
         self._values = (ctypes.c_uint64 * count)()
         pointers = [ctypes.addressof(self._values) + 8 * index for index in range(count)]
         self._pointers = (ctypes.c_void_p * count)(*pointers)
-        self._params = ctypes.addressof(self._pointers)
-
-    def launch(self, programs: int, stream: Any, *arguments: int) -> None:
-        """Start `programs` blocks. Raises `RuntimeError`."""
-        for index, value in enumerate(arguments):
-            self._values[index] = value
-        kernel = self.kernel
-        (code,) = cu.cuLaunchKernel(
-            self._function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, self._params, 0
+        self._config = _LaunchConfig(
+            1, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream.address, None, 0
         )
-        if code != cu.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuLaunchKernel of {programs} programs failed with {code.name}")
+        self._pack = struct.Struct(f"<{arguments}Q").pack_into
+        self._launch = device.calls.cuLaunchKernelEx
+        self._call = (
+            ctypes.byref(self._config),
+            ctypes.c_void_p(int(function)),
+            ctypes.byref(self._pointers),
+            ctypes.c_void_p(),
+        )
+
+    def launch(self, programs: int, *arguments: int) -> None:
+        """Start `programs` blocks. Raises `RuntimeError`."""
+        self._pack(self._values, 0, *arguments)
+        self._config.grid_x = programs
+        code = self._launch(*self._call)
+        if code:
+            raise _failed(f"cuLaunchKernelEx of {programs} programs", code)
 
     def close(self) -> None:
         """Unload it."""

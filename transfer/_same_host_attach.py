@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from kvarena.errors import KvArenaError
+from kvarena.transfer._copy import Copier
+from kvarena.transfer._same_host_direction import Asked, Direction, choose_direction
 from kvarena.transfer._same_host_errors import HandleImportError, PeerRefused, WireError
 from kvarena.transfer._same_host_import import MappedArena
 from kvarena.transfer._same_host_memory import MemoryDriver
 from kvarena.transfer._same_host_path import dial
 from kvarena.transfer._same_host_peer import Peer
+from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import VERSION, Kind, Packet, encode, field, receive, transmit
 from kvarena.transfer.errors import Difference, ManifestMismatch
 
@@ -64,10 +67,21 @@ def attach(
     manifest: bytes | None,
     check_manifest: Callable[[bytes | None], None],
     driver: MemoryDriver,
-    make_peer: Callable[[MappedArena, socket.socket], Peer],
+    copier: Copier,
+    direction: Asked,
+    make_peer: Callable[[Direction, MappedArena, Ring, socket.socket], Peer],
     timeout: float,
 ) -> Peer:
     """Shake hands, and map what the peer exports.
+
+    Parameters
+    ----------
+    driver, copier
+        Of our memory.
+    direction : {"auto", "push", "pull"}
+        As for `choose_direction`; where it comes to pulling, the peer's memory is not mapped.
+    make_peer : callable
+        Owns what it is given; `RuntimeError` if it cannot use it.
 
     Raises
     ------
@@ -82,7 +96,7 @@ def attach(
     """
     sock = dial(Path(description.path), timeout)
     try:
-        hello: dict[str, Any] = {"name": name, "identity": identity}
+        hello: dict[str, Any] = {"name": name, "identity": identity, "device": copier.identity()}
         if manifest is not None:
             hello["manifest"] = b64encode(manifest).decode()
         try:
@@ -92,11 +106,17 @@ def attach(
         welcome = _next(sock, description)
         if welcome.kind is Kind.REFUSE:
             _raise_refusal(description, welcome.body)
-        arena = _check_welcome(welcome, description, check_manifest, driver)
+        way, arena, ring = _check_welcome(welcome, description, check_manifest, driver, copier, direction)
     except BaseException:
         sock.close()
         raise
-    peer = make_peer(arena, sock)
+    try:
+        peer = make_peer(way, arena, ring, sock)
+    except RuntimeError as error:
+        sock.close()
+        raise HandleImportError(
+            description.name, 0, ring.nbytes, f"the memory for completions cannot be used: {error}"
+        ) from error
     try:
         while peer.epoch < field(welcome.body, "epoch", int):
             peer.handle(_next(sock, description))
@@ -115,33 +135,54 @@ def _check_welcome(
     description: Description,
     check_manifest: Callable[[bytes | None], None],
     driver: MemoryDriver,
-) -> MappedArena:
+    copier: Copier,
+    direction: Asked,
+) -> tuple[Direction, MappedArena, Ring]:
     try:
-        if welcome.kind is not Kind.WELCOME:
-            raise WireError(f"{welcome.kind.name} instead of WELCOME")
+        if welcome.kind is not Kind.WELCOME or len(welcome.fds) != 1:
+            raise WireError(f"{welcome.kind.name} with {len(welcome.fds)} descriptors instead of WELCOME")
         body = welcome.body
         identity, memory = field(body, "identity", str), field(body, "memory", str)
         base, reserved = field(body, "base", int), field(body, "reserved_bytes", int)
+        device, theirs = field(body, "device", str), body.get("reaches")
         field(body, "epoch", int)
         manifest = b64decode(field(body, "manifest", str)) if "manifest" in body else None
+        ring = Ring(welcome.fds[0])
     except (WireError, ValueError) as error:
         raise PeerRefused(description.name, "description", str(error)) from error
-    if identity != description.identity:
-        raise PeerRefused(
-            description.name,
-            "identity",
-            f"another engine listens at {description.path} now",
-            fix="Connect to its new description.",
-        )
-    check_manifest(manifest)
-    if memory != driver.name:
-        raise HandleImportError(
-            description.name, 0, reserved, f"it is {memory} memory, ours is {driver.name}"
-        )
+    finally:
+        welcome.close_fds()
     try:
-        return MappedArena(driver, description.name, base, reserved)
+        if identity != description.identity:
+            raise PeerRefused(
+                description.name,
+                "identity",
+                f"another engine listens at {description.path} now",
+                fix="Connect to its new description.",
+            )
+        check_manifest(manifest)
+        if memory != driver.name:
+            raise HandleImportError(
+                description.name, 0, reserved, f"it is {memory} memory, ours is {driver.name}."
+            )
+        way = choose_direction(
+            direction,
+            description.name,
+            reserved,
+            ours=copier.can_reach(device),
+            theirs=theirs if isinstance(theirs, bool) else None,
+        )
+        return way, _reserve(driver if way == "push" else None, description.name, base, reserved), ring
+    except BaseException:
+        ring.close()
+        raise
+
+
+def _reserve(driver: MemoryDriver | None, name: str, base: int, reserved: int) -> MappedArena:
+    try:
+        return MappedArena(driver, name, base, reserved)
     except KvArenaError as error:
-        raise HandleImportError(description.name, 0, reserved, str(error)) from error
+        raise HandleImportError(name, 0, reserved, str(error)) from error
 
 
 def _next(sock: socket.socket, description: Description) -> Packet:

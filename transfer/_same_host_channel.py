@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG_PACKETS = 4096
 # Packets read from one channel before the others get their turn.
 _TURN = 32
+_TICK_SECONDS = 1.0
 
 
 class ChannelClosed(Exception):
@@ -31,9 +33,18 @@ class ChannelClosed(Exception):
 
 @final
 class SocketLoop:
-    """A daemon thread around a selector; what it calls must not raise."""
+    """A daemon thread around a selector; what it calls must not raise.
 
-    def __init__(self, name: str) -> None:
+    Parameters
+    ----------
+    name : str
+        Of the thread.
+    each_tick : callable, optional
+        Called when nothing has happened for a second.
+    """
+
+    def __init__(self, name: str, each_tick: Callable[[], None] | None = None) -> None:
+        self._each_tick = each_tick
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -79,6 +90,11 @@ class SocketLoop:
         self._calls.append(function)
         self._wake()
 
+    def later(self, function: Callable[[], None]) -> None:
+        """The same, but never at once: the caller may hold what the function waits for."""
+        self._calls.append(function)
+        self._wake()
+
     def close(self) -> None:
         """End the thread, after the calls that it was given."""
         if self._stopping:
@@ -103,7 +119,10 @@ class SocketLoop:
                 self._guard(self._calls.popleft())
             if self._stopping and not self._calls:
                 break
-            for key, events in self._selector.select():
+            ready = self._selector.select(None if self._each_tick is None else _TICK_SECONDS)
+            if self._each_tick is not None and not ready:
+                self._guard(self._each_tick)
+            for key, events in ready:
                 self._guard(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
         self._selector.close()
         os.close(self._wake_in)
@@ -147,6 +166,13 @@ class Channel:
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._open = True
+        self._hangup = select.poll()
+        self._hangup.register(sock, select.POLLRDHUP)
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the other end is gone, even if the loop has not come to know it yet; a system call."""
+        return not self._open or bool(self._hangup.poll(0))
 
     @property
     def is_open(self) -> bool:
@@ -166,10 +192,7 @@ class Channel:
         ChannelClosed
             It cannot be sent any more.
         """
-        self.send_encoded(encode(kind, body), fds)
-
-    def send_encoded(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """The same, for a packet that was encoded before."""
+        data = encode(kind, body)
         with self._lock:
             if not self._open:
                 raise ChannelClosed
@@ -187,7 +210,7 @@ class Channel:
                 self._loop.watch(self._sock, self._ready, selectors.EVENT_READ | selectors.EVENT_WRITE)
                 return
         # Not here: the caller may hold what the end of the channel waits for.
-        self._loop.call(lambda: self.close(f"it left {_BACKLOG_PACKETS} packets unread"))
+        self._loop.later(lambda: self.close(f"it left {_BACKLOG_PACKETS} packets unread"))
         raise ChannelClosed
 
     def close(self, reason: str) -> None:

@@ -27,20 +27,21 @@ class MappedArena:
 
     Parameters
     ----------
-    driver : MemoryDriver
-        Of our device: mapping gives that device access.
+    driver : MemoryDriver, optional
+        Of our device: mapping gives that device access. None: only take note of what the peer exports,
+        as its side makes the copies.
     peer : str
         For messages.
     peer_base, reserved_bytes : int
         The peer's own address of its arena, and its length.
     """
 
-    def __init__(self, driver: MemoryDriver, peer: str, peer_base: int, reserved_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver | None, peer: str, peer_base: int, reserved_bytes: int) -> None:
         self._driver = driver
         self._peer = peer
         self.peer_base = peer_base
         self._reserved_bytes = reserved_bytes
-        self.base = driver.reserve(reserved_bytes)
+        self.base = 0 if driver is None else driver.reserve(reserved_bytes)
         self._maps: dict[int, tuple[int, int, int]] = {}
         self._staged = _Staged()
         self.intervals = Intervals()
@@ -54,7 +55,7 @@ class MappedArena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
-        return sum(nbytes for _, nbytes, _ in self._maps.values())
+        return 0 if self._driver is None else sum(nbytes for _, nbytes, _ in self._maps.values())
 
     def stage(self, packet: Packet) -> bool:
         """Take note of one EXPORT packet, and own its descriptors; whether more of the update follows.
@@ -126,7 +127,7 @@ class MappedArena:
                 self._unmap(serial)
             except KvArenaError:
                 _log.exception("a part of %s's arena stays mapped", self._peer)
-        if self.base and not self._maps:
+        if self._driver is not None and self.base and not self._maps:
             try:
                 self._driver.release_reservation(self.base, self._reserved_bytes)
             except KvArenaError:
@@ -138,6 +139,9 @@ class MappedArena:
         serial, offset, nbytes, fd = added
         if serial in self._maps or nbytes == 0 or offset + nbytes > self._reserved_bytes:
             raise WireError(f"handle {serial} of {nbytes} bytes at offset {offset} does not fit")
+        if self._driver is None:
+            self._maps[serial] = (offset, nbytes, 0)
+            return
         try:
             handle = self._driver.import_fd(fd, nbytes)
             try:
@@ -151,9 +155,11 @@ class MappedArena:
 
     def _unmap(self, serial: int) -> None:
         offset, nbytes, handle = self._maps[serial]
-        self._driver.unmap(self.base + offset, nbytes)
+        if self._driver is not None:
+            self._driver.unmap(self.base + offset, nbytes)
         del self._maps[serial]
-        self._driver.release(handle)
+        if self._driver is not None:
+            self._driver.release(handle)
 
 
 class _Added(NamedTuple):

@@ -55,7 +55,7 @@ class Intervals:
         """Whether every page of a non-empty list is inside."""
         # One pass instead of two: as unsigned, a negative page is a huge one. What lies between the
         # base and the highest page is nearly always one interval.
-        high = int(pages.view(np.uint64).max())
+        high = int(np.maximum.reduce(pages.view(np.uint64)))
         if self.covers(base, base + (high + 1) * page_bytes):
             return True
         if base + (high + 1) * page_bytes >= 1 << 63:

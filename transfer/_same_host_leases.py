@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._copy import Int64
-from kvarena.transfer._same_host_wire import Kind, opened
+from kvarena.transfer._same_host_intervals import Intervals
 from kvarena.transfer.errors import LeaseError
 
-__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases"]
+__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest", "page_ids"]
 
 LeaseKey = tuple[str, int]
 """Request and serial."""
 
 # Leases that ended are remembered, so that nothing is written under them again.
 _REMEMBERED = 1 << 16
+# Pages up to here are looked up in a map of that many bytes.
+_BITMAP_PAGES = 1 << 18
+_INT64 = np.dtype(np.int64)
 
 
 class PageLease(Protocol):
@@ -41,60 +46,158 @@ class PageLease(Protocol):
         ...
 
 
+def lease_digest(lease: PageLease) -> bytes:
+    """16 bytes that stand for a lease where there is no room for its name."""
+    return blake2b(b"%d:" % lease.serial + lease.request.encode(), digest_size=16).digest()
+
+
+def page_ids(ids: npt.ArrayLike) -> Int64:
+    """Page ids as a contiguous array of int64; those that are one already are not copied."""
+    if type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous:
+        return ids
+    if isinstance(ids, tuple | list):
+        try:  # several times as fast as NumPy's own way from Python's numbers
+            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), _INT64)
+        except struct.error:
+            pass  # not all of them are numbers that fit: let NumPy say so, or convert them
+    return np.array(ids, _INT64, order="C")
+
+
 @final
 class LeasedPart:
     """One sub-pool's pages of one lease, and how far they are written."""
 
-    __slots__ = ("_left", "_order", "_pages", "_raw", "_upto", "_written", "high", "report")
+    __slots__ = (
+        "_bitmap",
+        "_inside",
+        "_left",
+        "_low",
+        "_order",
+        "_pages",
+        "_raw",
+        "_upto",
+        "_written",
+        "digest",
+        "high",
+        "index",
+    )
 
-    def __init__(self, lease: PageLease, sub_pool: str) -> None:
-        ids = lease.pages[sub_pool]
-        self._pages = np.fromiter(ids, np.int64, len(ids))
-        self._raw = self._pages.tobytes()
+    def __init__(self, lease: PageLease, sub_pool: str, digest: bytes) -> None:
+        pages = page_ids(lease.pages[sub_pool])
+        if pages.ndim != 1:
+            raise LeaseError(lease.request, f"its pages of {sub_pool!r} are no list")
+        self._pages = pages
+        self._raw = pages.tobytes()
         # Pages before this one, in the lease's own order, are written: most senders keep that order.
         self._upto = 0
-        self._left = len(ids)
+        self._left = pages.size
+        self._low = int(pages.min(initial=0))
+        self.high = int(pages.max(initial=0))
+        """The highest page."""
+        if self._low < 0:
+            raise LeaseError(lease.request, f"page {self._low} of {sub_pool!r} does not exist")
+        # Of pages that come in another order: a byte for each page up to the highest that tells whether
+        # it may be written, or, where that would be large, the pages in order and whether each is written.
+        self._bitmap: npt.NDArray[np.uint8] | None = None
         self._order: Int64 | None = None
         self._written: npt.NDArray[np.bool_] | None = None
-        self.high = int(self._pages.max(initial=0))
-        """The highest page."""
-        self.report = opened(
-            Kind.DONE, {"request": lease.request, "serial": lease.serial, "sub_pool": sub_pool}
-        )
-        """How a report of written pages begins; made once, as reports are on the way of every transfer."""
+        self._inside: tuple[Intervals, int, int] | None = None
+        self.digest = digest
+        self.index = sorted(lease.pages).index(sub_pool)
+        """How a record names it."""
 
     @property
     def is_written(self) -> bool:
         """Whether nothing is left to be written."""
         return self._left == 0
 
+    def is_inside(self, intervals: Intervals, base: int, page_bytes: int) -> bool:
+        """Whether all pages of the lease are in one interval; asked anew only when something changed."""
+        inside = self._inside
+        if inside is not None and inside[0] is intervals and inside[1] == base and inside[2] == page_bytes:
+            return True
+        if not intervals.covers(base, base + (self.high + 1) * page_bytes):
+            return False
+        self._inside = (intervals, base, page_bytes)
+        return True
+
+    def index_pages(self) -> None:
+        """Make ready for pages in any order."""
+        pages = self._pages
+        if self._bitmap is not None or self._order is not None or not pages.size:
+            return
+        if self.high < _BITMAP_PAGES:
+            bitmap = np.zeros(self.high + 1, np.uint8)
+            bitmap[pages[self._upto :]] = 1
+            self._bitmap = bitmap
+        else:
+            self._order = np.argsort(pages)
+            self._written = np.zeros(pages.size, np.bool_)
+            self._written[: self._upto] = True
+
     def take(self, request: str, sub_pool: str, pages: Int64) -> None:
         """Mark pages as being written; `LeaseError`, and none is marked, if one cannot be."""
-        count = pages.size
-        if self._written is None and self._raw[8 * self._upto : 8 * (self._upto + count)] == pages.tobytes():
-            self._upto += count
+        count, upto = pages.size, self._upto
+        if upto >= 0 and (
+            pages.tobytes() == self._raw
+            if not upto and count == self._left
+            else self._raw[8 * upto : 8 * (upto + count)] == pages.tobytes()
+        ):
+            if self._bitmap is not None:
+                self._bitmap[pages] = 0
+            elif self._written is not None and self._order is not None:
+                self._written[upto : upto + count] = True
+            self._upto = upto + count
             self._left -= count
             return
-        if self._written is None or self._order is None:
-            self._order = np.argsort(self._pages)
-            self._written = np.zeros(self._pages.size, np.bool_)
-            self._written[: self._upto] = True
-        if self._pages.size:
-            at = np.searchsorted(self._pages, pages, sorter=self._order)
-            place = self._order[np.minimum(at, self._pages.size - 1)]
-            outside = pages[self._pages[place] != pages]
+        self.index_pages()
+        if self._bitmap is not None:
+            self._take_bits(self._bitmap, request, sub_pool, pages)
         else:
-            place, outside = pages, pages
+            self._take_sorted(request, sub_pool, pages)
+        self._upto = -1  # no longer in order
+        self._left -= count
+
+    def _take_bits(self, bitmap: npt.NDArray[np.uint8], request: str, sub_pool: str, pages: Int64) -> None:
+        # As unsigned, a negative page is a huge one.
+        if pages.size and int(pages.view(np.uint64).max()) > self.high:
+            outside = pages[pages.view(np.uint64) > self.high]
+            raise _not_leased(request, sub_pool, outside)
+        if not bitmap[pages].all():
+            outside = pages[~np.isin(pages, self._pages)]
+            if outside.size:
+                raise _not_leased(request, sub_pool, outside)
+            raise _written_twice(request, sub_pool)
+        ordered = np.sort(pages)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise _written_twice(request, sub_pool)
+        bitmap[pages] = 0
+
+    def _take_sorted(self, request: str, sub_pool: str, pages: Int64) -> None:
+        if self._written is None or self._order is None:  # nothing is leased
+            if pages.size:
+                raise _not_leased(request, sub_pool, pages)
+            return
+        at = np.searchsorted(self._pages, pages, sorter=self._order)
+        place = self._order[np.minimum(at, self._pages.size - 1)]
+        outside = pages[self._pages[place] != pages]
         if outside.size:
-            raise LeaseError(
-                request, f"{outside.size} pages of {sub_pool!r} are not leased, page {int(outside[0])} first"
-            )
+            raise _not_leased(request, sub_pool, outside)
         after = self._written.copy()
         after[place] = True
-        if int(after.sum() - self._written.sum()) != count:
-            raise LeaseError(request, f"a page of {sub_pool!r} is written twice under it")
+        if int(after.sum() - self._written.sum()) != pages.size:
+            raise _written_twice(request, sub_pool)
         self._written = after
-        self._left -= count
+
+
+def _not_leased(request: str, sub_pool: str, outside: Int64) -> LeaseError:
+    return LeaseError(
+        request, f"{outside.size} pages of {sub_pool!r} are not leased, page {int(outside[0])} first"
+    )
+
+
+def _written_twice(request: str, sub_pool: str) -> LeaseError:
+    return LeaseError(request, f"a page of {sub_pool!r} is written twice under it")
 
 
 @final
@@ -107,21 +210,24 @@ class SentLeases:
         self._ended: OrderedDict[LeaseKey, str] = OrderedDict()
 
     def admit(self, lease: PageLease) -> None:
-        """Get to know a lease before its first page is written."""
+        """Get to know a lease before its first page is written. Raises `LeaseError`."""
         key = (lease.request, lease.serial)
         with self._lock:
             if key not in self._ended and key not in self._open:
-                self._open[key] = {name: LeasedPart(lease, name) for name in lease.pages}
+                parts = self._parts(lease)
+                for part in parts.values():
+                    part.index_pages()
+                self._open[key] = parts
 
     def take(self, lease: PageLease, sub_pool: str, pages: Int64) -> LeasedPart:
         """Ask for these pages; raises `LeaseError`, and changes nothing, if they cannot be written."""
         key = (lease.request, lease.serial)
         with self._lock:
-            if key in self._ended:
-                raise LeaseError(lease.request, f"lease {lease.serial} {self._ended[key]}")
             parts = self._open.get(key)
             if parts is None:
-                parts = {name: LeasedPart(lease, name) for name in lease.pages}
+                if key in self._ended:
+                    raise LeaseError(lease.request, f"lease {lease.serial} {self._ended[key]}")
+                parts = self._parts(lease)
             part = parts.get(sub_pool)
             if part is None:
                 raise LeaseError(
@@ -137,6 +243,11 @@ class SentLeases:
         """Nothing more may be written under it."""
         with self._lock:
             self._end(key, why)
+
+    @staticmethod
+    def _parts(lease: PageLease) -> dict[str, LeasedPart]:
+        digest = lease_digest(lease)
+        return {name: LeasedPart(lease, name, digest) for name in lease.pages}
 
     def _end(self, key: LeaseKey, why: str) -> None:
         self._open.pop(key, None)

@@ -1,25 +1,31 @@
-"""A peer that this engine writes to: its mapped arena, its leases, and what is under way to it."""
+"""A peer that this engine sends to: its arena, its leases, and what is under way to it."""
 
 from __future__ import annotations
 
 import logging
 import socket
-import threading
+import time
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Literal, final
 
-from kvarena.transfer._copy import Copier, Int64, Ticket
+from kvarena.transfer._copy import Copier, Int64, Signal
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed, SocketLoop
 from kvarena.transfer._same_host_errors import WireError
+from kvarena.transfer._same_host_export import Exports
+from kvarena.transfer._same_host_followers import Follower, Followers
 from kvarena.transfer._same_host_import import MappedArena
-from kvarena.transfer._same_host_leases import LeasedPart, PageLease, SentLeases
-from kvarena.transfer._same_host_pending import Flights, SameHostPending
+from kvarena.transfer._same_host_leases import PageLease, SentLeases
+from kvarena.transfer._same_host_pending import SameHostPending
+from kvarena.transfer._same_host_pull import RemotePull
+from kvarena.transfer._same_host_remote import Remote
+from kvarena.transfer._same_host_ring import RECORDS, Ring
 from kvarena.transfer._same_host_wire import Kind, Packet, field
 from kvarena.transfer.errors import LeaseError, TransferFailed
 
 __all__ = ["Peer"]
 
 _log = logging.getLogger(__name__)
+_NO_LEASE = bytes(16)
 
 
 @final
@@ -30,26 +36,43 @@ class Peer:
     ----------
     name, identity : str
         The engine's name, and which life of it this is.
+    direction : {"push", "pull"}
+        Which side makes the copies.
     arena : MappedArena
-        Owned from now on.
+        Owned from now on, as are `ring` and `sock`.
+    ring : Ring
+        The receiver's, in which finished copies are counted.
     copier : Copier
-        Shared by all peers.
+        Ours, shared by all peers.
+    ours : Exports
+        What may be sent.
+    followers : Followers
+        Of our arena: a peer that pulls becomes one.
     loop : SocketLoop
         Reads the connection, once `listen` was called.
     sock : socket.socket
-        Connected to it; owned from now on.
+        Connected to it.
     on_gone : callable
         Called once, after the connection has ended and the peer's memory was unmapped.
     drain_timeout : float
-        Seconds that copies under way may take; after that the memory beneath them stays mapped.
+        As for `Remote`.
+
+    Raises
+    ------
+    RuntimeError
+        Our device cannot write to the memory of `ring`, which is closed then, like `arena`.
     """
 
     def __init__(
         self,
         name: str,
         identity: str,
+        direction: Literal["push", "pull"],
         arena: MappedArena,
+        ring: Ring,
         copier: Copier,
+        ours: Exports,
+        followers: Followers,
         loop: SocketLoop,
         sock: socket.socket,
         on_gone: Callable[[Peer], None],
@@ -57,119 +80,150 @@ class Peer:
     ) -> None:
         self.name = name
         self.identity = identity
-        self._arena = arena
+        self.direction: Literal["push", "pull"] = direction
+        self._ring = ring
         self._copier = copier
-        self._drain_timeout = drain_timeout
-        # Held while a copy is checked and started, so that no region goes and no lease ends in between.
-        self._lock = threading.RLock()
-        self._moved = threading.Condition(self._lock)
-        self._flights = Flights()
-        self._leases = SentLeases()
+        self._ours = ours
+        self._followers = followers
         self._on_gone = on_gone
-        self._gone: str | None = None
+        self._drain_timeout = drain_timeout
+        self._leases = SentLeases()
+        self._word = 0
+        self._pull: RemotePull | None = None
+        self._follower: Follower | None = None
         self._channel = Channel(loop, sock, self.handle, self._end)
+        try:
+            if direction == "push":
+                self._word = copier.adopt(ring.address, ring.nbytes)
+                self._remote = Remote(name, arena, copier, drain_timeout, self._is_hung_up)
+            else:
+                self._pull = RemotePull(ring, self._channel)
+                self._remote = Remote(name, arena, self._pull, drain_timeout, self._is_hung_up)
+        except RuntimeError:
+            arena.close()
+            ring.close()
+            raise
+        self._lock = self._remote.lock
 
     @property
     def epoch(self) -> int:
-        """Of the peer's registration, as it is mapped here."""
-        return self._arena.epoch
+        """Of the peer's registration, as it is known here."""
+        return self._remote.arena.epoch
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
-        return self._arena.mapped_bytes
+        return self._remote.arena.mapped_bytes
 
     @property
     def in_flight(self) -> int:
         """Transfers under way."""
-        return len(self._flights)
+        return self._remote.in_flight
 
     @property
     def arena_base(self) -> int:
         """The peer's own address of its arena."""
-        return self._arena.peer_base
+        return self._remote.arena.peer_base
 
     @property
     def gone(self) -> str | None:
         """Why it cannot be written to any more."""
-        return self._gone
+        return self._remote.gone
 
     def listen(self) -> None:
         """Follow what the peer says from now on."""
         self._channel.start()
 
+    def offer(self, about: dict[str, Any], timeout: float) -> bool:
+        """Let the peer map our arena, so that it can pull; whether it has within `timeout` seconds."""
+        follower = Follower(self.name, self._channel)
+        self._follower = follower
+        self._send(Kind.OFFER, about)
+        return self._followers.add(follower, lambda: self.gone is not None, timeout)
+
     def wait_for_epoch(self, epoch: int, timeout: float) -> bool:
-        """Whether the peer's registration of that epoch is mapped here within `timeout` seconds."""
-        with self._moved:
-            return self._moved.wait_for(
-                lambda: self._arena.epoch >= epoch or self._gone is not None, timeout
-            ) and (self._gone is None)
+        """See `Remote.wait_for_epoch`."""
+        return self._remote.wait_for_epoch(epoch, timeout)
 
     def spans(self, src: Int64, dst: Int64, lengths: Int64, after: int | None) -> SameHostPending:
         """Start to write ranges; raises `TransferFailed`."""
+        remote, count = self._remote, dst.size
         with self._lock:
-            self._require(dst.size)
-            outside = self._arena.intervals.first_outside(dst, lengths)
-            if outside is not None:
-                raise self._unregistered(int(dst[outside]), int(lengths[outside]), dst.size)
-            pending = SameHostPending(self._flights, self.name, dst.size)
-            return self._start(
-                pending,
-                lambda: self._copier.copy_spans(src, dst + self._arena.shift, lengths, pending.ended, after),
-            )
+            remote.require(count)
+            self._require_inside(self._ours.intervals, src, lengths, "EINVAL", "here")
+            self._require_inside(remote.arena.intervals, dst, lengths, "EFAULT", "there")
+            try:
+                if self._pull is not None:
+                    self._settle(after)
+                    return self._pull.spans(remote, src, dst, lengths, self._begin)
+                target = dst + remote.arena.shift
+                number = self._copier.copy_spans(src, target, lengths, None, after)
+            except RuntimeError as error:
+                raise self._failure("copy", str(error), count) from error
+            remote.started(number)
+        return SameHostPending(self._copier, number, remote, count)
 
     def pages(
         self,
         src_base: int,
-        src_pages: Int64,
+        src: Int64,
         dst_base: int | None,
-        dst_pages: Int64,
+        dst: Int64,
         page_bytes: int,
         lease: PageLease,
         sub_pool: str,
         after: int | None,
     ) -> SameHostPending:
         """Start to write leased pages; raises `TransferFailed` or `LeaseError`, and tells the receiver."""
-        count = dst_pages.size
+        remote, count = self._remote, dst.size
         with self._lock:
             try:
-                self._require(count)
-                base = self._arena.peer_base if dst_base is None else dst_base
-                part = self._leases.take(lease, sub_pool, dst_pages)
-                intervals = self._arena.intervals
+                if remote.gone is not None:
+                    remote.require(count)
+                if count and not self._ours.intervals.covers_pages(src_base, src, page_bytes):
+                    raise self._failure("EINVAL", "source pages are not registered here", count)
+                arena = remote.arena
+                base = arena.peer_base if dst_base is None else dst_base
+                part = self._leases.take(lease, sub_pool, dst)
+                intervals = arena.intervals
                 # All pages of a lease are nearly always in one interval; then these are, too.
-                if not intervals.covers(base, base + (part.high + 1) * page_bytes) and not (
-                    count == 0 or intervals.covers_pages(base, dst_pages, page_bytes)
+                if not part.is_inside(intervals, base, page_bytes) and not (
+                    count == 0 or intervals.covers_pages(base, dst, page_bytes)
                 ):
                     raise self._unregistered(base, page_bytes, count)
-                pending = SameHostPending(
-                    self._flights,
-                    self.name,
-                    count,
-                    (lease.request, lease.serial),
-                    lambda error: self._report(lease, part, count, error),
-                )
-                return self._start(
-                    pending,
-                    lambda: self._copier.copy_pages(
-                        src_base,
-                        base + self._arena.shift,
-                        src_pages,
-                        dst_pages,
-                        page_bytes,
-                        pending.ended,
-                        after,
-                    ),
-                )
+                if self._pull is not None:
+                    self._settle(after)
+                    return self._pull.pages(
+                        remote, src_base, src, base, dst, page_bytes, lease, sub_pool, part, self._begin
+                    )
+                if count:
+                    ticket = self._begin(part.digest, part.index, count)
+                    signal = Signal(self._word, ticket, self._ring.fail)
+                else:
+                    ticket, signal = 0, None
+                try:
+                    number = self._copier.copy_pages(
+                        src_base, base + arena.shift, src, dst, page_bytes, signal, after
+                    )
+                except BaseException:
+                    if ticket:
+                        self._ring.take_back(ticket)
+                    raise
             except LeaseError:
                 raise  # a wrong page or an old lease is no reason to end the lease that it names
             except TransferFailed as error:
                 self.give_up(lease, error.why)
                 raise error.of(lease.request) from error
+            except RuntimeError as error:
+                self.give_up(lease, str(error))
+                raise self._failure("copy", str(error), count).of(lease.request) from error
+            remote.started(number)
+        return SameHostPending(self._copier, number, remote, count, lease.request)
 
     def admit(self, lease: PageLease) -> None:
-        """Get to know a lease before its first page is written."""
+        """Get to know a lease before its first page is written, and tell the receiver who will write it."""
         self._leases.admit(lease)
+        self._send(Kind.ADMITTED, {"request": lease.request, "serial": lease.serial})
 
     def give_up(self, lease: PageLease, why: str) -> None:
         """Tell the receiver at once that these pages will not come."""
@@ -179,67 +233,62 @@ class Peer:
     def close(self, why: str) -> None:
         """Detach: wait for what is under way, unmap, and end the connection. Never raises."""
         with self._lock:
-            self._gone = self._gone or why
-            self._drain()
+            self._remote.gone = self._remote.gone or why
+            self._remote.drain(self._drain_timeout)
         self._channel.close(why)
 
     def handle(self, packet: Packet) -> None:
         """Follow one packet of the peer; after an error (`WireError`, `HandleImportError`) close it."""
         if packet.kind is Kind.EXPORT:
-            self._export(packet)
+            epoch = self._remote.follow(packet)
+            if epoch is not None:
+                self._send(Kind.MAPPED, {"epoch": epoch})
             return
         packet.close_fds()
-        if packet.kind is not Kind.REVOKE:
+        if packet.kind is Kind.REVOKE:
+            self._revoke(packet)
+        elif packet.kind is Kind.MAPPED and self._follower is not None:
+            self._followers.answered(self._follower, field(packet.body, "epoch", int))
+        elif packet.kind is Kind.REFUSE:
+            self._channel.close(f"it refused ({packet.body.get('code')}): {packet.body.get('why')}")
+        else:
             raise WireError(f"a receiver sent {packet.kind.name}")
-        self._revoke(packet)
 
     def drain(self, timeout: float) -> bool:
         """Wait for what is under way now; whether it has ended."""
-        with self._lock:
-            return self._flights.drain(timeout)
+        return self._remote.drain(timeout)
 
-    def _export(self, packet: Packet) -> None:
-        with self._moved:
-            try:
-                more = self._arena.stage(packet)
-            except WireError:
-                packet.close_fds()
-                raise
-            if more:
-                return
-            try:
-                self._arena.commit(self._drained)
-            except TransferFailed as error:
-                self._gone = str(error)
-                raise
-            self._moved.notify_all()
-        self._send(Kind.MAPPED, {"epoch": self._arena.epoch})
+    def _begin(self, digest: bytes = _NO_LEASE, part: int = 0, pages: int = 0) -> int:
+        ring = self._ring
+        if ring.is_full:
+            self._wait_for_room(pages)
+        ticket = ring.begin(digest, part, pages, self._remote.arena.epoch)
+        if ring.is_half_full:
+            self._send(Kind.COLLECT, {})
+        return ticket
+
+    def _wait_for_room(self, operations: int) -> None:
+        deadline = time.monotonic() + self._drain_timeout
+        while self._ring.is_full:
+            if not self._channel.is_open or time.monotonic() > deadline:
+                raise self._failure("peer", f"it leaves {RECORDS} finished copies unread", operations)
+            self._send(Kind.COLLECT, {})
+            time.sleep(1e-3)
+
+    def _is_hung_up(self) -> bool:
+        return self._channel.is_hung_up
+
+    def _settle(self, after: int | None) -> None:
+        """The peer cannot wait for a stream of ours."""
+        if after is not None:
+            self._copier.settle(after)
 
     def _revoke(self, packet: Packet) -> None:
         key = (field(packet.body, "request", str), field(packet.body, "serial", int))
         with self._lock:
             self._leases.end(key, "was revoked")
-            self._drained(key)
+            self._remote.drained()
         self._send(Kind.REVOKED, {"request": key[0], "serial": key[1]})
-
-    def _start(self, pending: SameHostPending, copy: Callable[[], Ticket]) -> SameHostPending:
-        try:
-            pending.started(copy())
-        except Exception as error:
-            pending.abandon()
-            raise TransferFailed("same-host", self.name, "copy", str(error)) from error
-        return pending
-
-    def _report(self, lease: PageLease, part: LeasedPart, pages: int, error: TransferFailed | None) -> None:
-        if error is not None:
-            self.give_up(lease, error.why)
-        elif pages:
-            try:
-                self._channel.send_encoded(
-                    part.report + b'"pages":%d,"epoch":%d}' % (pages, self._arena.epoch)
-                )
-            except ChannelClosed:
-                _log.debug("%s is gone before it was told that its pages are written", self.name)
 
     def _send(self, kind: Kind, body: dict[str, Any]) -> None:
         try:
@@ -248,32 +297,30 @@ class Peer:
             _log.debug("%s was not told %s: it is gone", self.name, kind.name)
 
     def _end(self, reason: str) -> None:
-        with self._moved:
-            self._gone = self._gone or reason
-            self._flights.doom(self._gone)
-            if self._drain():
-                self._arena.close()
-            self._moved.notify_all()
+        # A receiver that made the copies does not count any more.
+        if self._remote.end(reason, None if self._pull is None else self._pull.stop):
+            if self._word:
+                self._copier.disown(self._ring.address)
+            self._ring.close()
+        if self._follower is not None:
+            self._followers.remove(self._follower)
         self._on_gone(self)
 
-    def _drained(self, key: object = None) -> None:
-        if not self._flights.drain(self._drain_timeout, key):
-            raise TransferFailed("same-host", self.name, "copy", f"not done within {self._drain_timeout:g} s")
+    def _require_inside(self, intervals: Any, starts: Int64, lengths: Int64, code: str, where: str) -> None:
+        if starts.size == 1:  # the usual case: one run
+            start = int(starts[0])
+            if intervals.covers(start, start + int(lengths[0])) or not lengths[0]:
+                return
+        outside = intervals.first_outside(starts, lengths)
+        if outside is None:
+            return
+        address, nbytes = int(starts[outside]), int(lengths[outside])
+        if where == "there":
+            raise self._unregistered(address, nbytes, starts.size)
+        raise self._failure(code, f"{nbytes} bytes at {address:#x} here are not registered", starts.size)
 
-    def _drain(self) -> bool:
-        drained = self._flights.drain(self._drain_timeout)
-        if not drained:
-            _log.error(
-                "%d copies to %s did not end within %g s: its memory stays mapped",
-                len(self._flights),
-                self.name,
-                self._drain_timeout,
-            )
-        return drained
-
-    def _require(self, operations: int) -> None:
-        if self._gone is not None:
-            raise TransferFailed("same-host", self.name, "peer", self._gone, operations=operations)
+    def _failure(self, code: str, why: str, operations: int) -> TransferFailed:
+        return TransferFailed("same-host", self.name, code, why, operations=operations)
 
     def _unregistered(self, address: int, nbytes: int, operations: int) -> TransferFailed:
         return TransferFailed(

@@ -1,149 +1,84 @@
-"""Transfers under way on the sender's side, and all of them that go to one peer."""
+"""A transfer under way, on the sender's side."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
-from kvarena.transfer._copy import Ticket
+from kvarena.transfer._copy import Clock
 from kvarena.transfer.errors import TransferFailed, TransferTimeout
 
-__all__ = ["Flights", "SameHostPending"]
+__all__ = ["SameHostPending", "To"]
 
 
-@final
-class Flights:
-    """The transfers to one peer that have not ended."""
+class To(Protocol):
+    """To whom it goes."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._flying: set[SameHostPending] = set()
+    @property
+    def name(self) -> str:
+        """As messages name it."""
+        ...
 
-    def __len__(self) -> int:
-        return len(self._flying)
+    def look(self, number: int) -> None:
+        """See whether it is still there; a transfer that someone waits for does not count if it is not."""
+        ...
 
-    def add(self, pending: SameHostPending) -> None:
-        """One more."""
-        with self._changed:
-            self._flying.add(pending)
-
-    def remove(self, pending: SameHostPending) -> None:
-        """One less."""
-        with self._changed:
-            self._flying.discard(pending)
-            if not self._flying:
-                self._changed.notify_all()
-
-    def doom(self, why: str) -> None:
-        """Whatever is under way counts as failed, even if its bytes still arrive."""
-        with self._changed:
-            for pending in self._flying:
-                pending.doom(why)
-
-    def drain(self, timeout: float, key: object = None) -> bool:
-        """Wait until all that is under way now (`key`: of that lease) has ended; whether it has."""
-        with self._changed:
-            waiting = [p for p in self._flying if key is None or p.key == key]
-        deadline = time.monotonic() + timeout
-        return all(pending.settle(deadline - time.monotonic()) for pending in waiting)
+    def loss(self, number: int) -> str | None:
+        """Why a transfer that has ended does not count: the peer was gone before."""
+        ...
 
 
 @final
 class SameHostPending:
-    """See `kvarena.transfer.Pending`.
+    """See `kvarena.transfer.Pending`. Nothing is done when it ends: whoever asks looks at the clock.
 
     Parameters
     ----------
-    peer : str
-        To whom.
+    clock : Clock
+        Which shows `number` when it has ended.
+    to : To
     operations : int
         Pages or ranges, for messages.
-    key : tuple of (str, int), optional
-        The lease that it is written under.
-    on_end : callable, optional
-        Called once, with the failure or None, before anyone is told.
+    request : str, optional
+        Whose pages.
     """
 
-    __slots__ = (
-        "_doomed",
-        "_error",
-        "_flights",
-        "_on_end",
-        "_operations",
-        "_peer",
-        "_state",
-        "_ticket",
-        "key",
-    )
+    __slots__ = ("_clock", "_number", "_operations", "_request", "_to")
 
     def __init__(
-        self,
-        flights: Flights,
-        peer: str,
-        operations: int,
-        key: tuple[str, int] | None = None,
-        on_end: Callable[[TransferFailed | None], None] | None = None,
+        self, clock: Clock, number: int, to: To, operations: int, request: str | None = None
     ) -> None:
-        self._flights = flights
-        self._peer = peer
+        self._clock = clock
+        self._number = number
+        self._to = to
         self._operations = operations
-        self.key = key
-        self._on_end = on_end
-        self._ticket: Ticket | None = None
-        self._doomed: str | None = None
-        self._error: TransferFailed | None = None
-        self._state = False
-        flights.add(self)
-
-    def started(self, ticket: Ticket) -> None:
-        """The copy is under way."""
-        self._ticket = ticket
-
-    def abandon(self) -> None:
-        """The copy could not be started."""
-        self._flights.remove(self)
-
-    def doom(self, why: str) -> None:
-        """Count as failed when the copy ends."""
-        self._doomed = why
-
-    def ended(self, error: BaseException | None) -> None:
-        """The copy has ended; called by the copier, once."""
-        why = self._doomed or (str(error) if error is not None else None)
-        if why is not None:
-            code = "peer" if self._doomed else "copy"
-            request = self.key[0] if self.key else None
-            self._error = TransferFailed(
-                "same-host", self._peer, code, why, operations=self._operations, request=request
-            )
-        try:
-            if self._on_end is not None:
-                self._on_end(self._error)
-        finally:
-            self._state = True
-            self._flights.remove(self)
-
-    def settle(self, timeout: float | None) -> bool:
-        """Wait for the end, good or bad; whether it came."""
-        ticket = self._ticket
-        return self._state or (ticket is not None and ticket.wait(timeout))
+        self._request = request
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        ticket = self._ticket
-        if not self._state and (ticket is None or not ticket.poll()):
-            return False
-        if self._error is not None:
-            raise self._error
+        try:
+            if not self._clock.has_ended(self._number):
+                return False
+        except RuntimeError as error:
+            raise self._failure("copy", str(error)) from error
+        self._require_peer()
         return True
 
     def wait(self, timeout: float | None = None) -> None:
         """See `Pending.wait`."""
-        if not self.settle(timeout):
-            raise TransferTimeout(
-                "same-host", self._peer, timeout or 0.0, request=self.key[0] if self.key else None
-            )
-        if self._error is not None:
-            raise self._error
+        self._to.look(self._number)  # while the copy runs, it costs nothing
+        try:
+            if not self._clock.wait(self._number, timeout):
+                raise TransferTimeout("same-host", self._to.name, timeout or 0.0, request=self._request)
+        except RuntimeError as error:
+            raise self._failure("copy", str(error)) from error
+        self._require_peer()
+
+    def _require_peer(self) -> None:
+        lost = self._to.loss(self._number)
+        if lost is not None:
+            raise self._failure("peer", lost)
+
+    def _failure(self, code: str, why: str) -> TransferFailed:
+        return TransferFailed(
+            "same-host", self._to.name, code, why, operations=self._operations, request=self._request
+        )

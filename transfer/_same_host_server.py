@@ -1,4 +1,4 @@
-"""The receiving side: a listening socket, and the peers that have this engine's arena mapped."""
+"""The receiving side: a listening socket, and the senders that are connected to it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 from base64 import b64decode
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
+from kvarena.errors import KvArenaError
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed, SocketLoop
 from kvarena.transfer._same_host_errors import WireError
-from kvarena.transfer._same_host_export import Exports, Told
-from kvarena.transfer._same_host_incoming import IncomingTable
+from kvarena.transfer._same_host_followers import Follower, Followers
+from kvarena.transfer._same_host_incoming import IncomingTable, Source
 from kvarena.transfer._same_host_leases import LeaseKey
+from kvarena.transfer._same_host_pull import Puller
+from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import VERSION, Kind, Packet, field, peer_uid
 from kvarena.transfer.errors import ManifestMismatch
 
-__all__ = ["Server"]
+__all__ = ["Host", "Server"]
 
 _log = logging.getLogger(__name__)
 
 
+class Host(Protocol):
+    """What the server asks of its engine."""
+
+    def welcome(self, device: str) -> dict[str, Any]:
+        """What a peer on that device is told about us now."""
+        ...
+
+    def check_manifest(self, encoded: bytes | None) -> None:
+        """Raise `ManifestMismatch` for a peer's encoded manifest (or None)."""
+        ...
+
+    def make_puller(self, name: str, base: int, reserved_bytes: int, memory: str, ring: Ring) -> Puller:
+        """For a peer that wants us to make the copies; raises `KvArenaError` or `RuntimeError`."""
+        ...
+
+
 @final
 class Server:
-    """Tells peers what they may map and write, and hears from them what they have written.
+    """Lets senders attach, and hears from them.
 
     Parameters
     ----------
@@ -35,16 +52,12 @@ class Server:
         Runs all of it but the public methods.
     sock, path : socket.socket, Path
         Listening; both are owned from now on.
-    exports : Exports
-        Guarded by `changed`'s lock.
-    changed : threading.Condition
-        Notified when a peer has answered or gone.
+    followers : Followers
+        Who has our arena.
     incoming : IncomingTable
         Who waits for pages.
-    welcome : callable
-        What a peer is told about us now.
-    check_manifest : callable
-        Raises `ManifestMismatch` for a peer's encoded manifest (or None).
+    host : Host
+        The engine.
     """
 
     def __init__(
@@ -52,59 +65,25 @@ class Server:
         loop: SocketLoop,
         sock: socket.socket,
         path: Path,
-        exports: Exports,
-        changed: threading.Condition,
+        followers: Followers,
         incoming: IncomingTable,
-        welcome: Callable[[], dict[str, Any]],
-        check_manifest: Callable[[bytes | None], None],
+        host: Host,
     ) -> None:
         self._loop = loop
         self._sock = sock
         self.path = path
         self._inode = os.lstat(path).st_ino
-        self._exports = exports
-        self._changed = changed
+        self._followers = followers
         self._incoming = incoming
-        self._welcome = welcome
-        self._check_manifest = check_manifest
+        self._host = host
         self._sessions: set[_Session] = set()
         sock.setblocking(False)
         loop.watch(sock, self._accept)
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Who has this arena mapped."""
-        with self._changed:
-            return tuple(session.name for session in self._sessions if session.name)
-
-    def tell_all(self, *, fence: bool) -> None:
-        """Send every peer what has changed; the caller holds the lock."""
-        for session in list(self._sessions):
-            if session.name:
-                self._tell(session, fence=fence)
-
-    def wait_until_let_go(self, epoch: int, timeout: float) -> None:
-        """Wait until no peer maps or writes anything older; whoever does not answer is let go.
-
-        Its memory is then its own copy of what was ours: a handle lives as long as anyone maps it.
-        """
-        self._wait(
-            lambda session: session.mapped_epoch >= epoch,
-            timeout,
-            "did not let go of memory that is given back",
-        )
-
-    def revoke(self, key: LeaseKey, timeout: float) -> None:
-        """Tell every peer that a lease has ended, and wait until nobody writes under it."""
-        with self._changed:
-            asked = [session for session in self._sessions if session.name]
-            for session in asked:
-                session.revoking.add(key)
-                with contextlib.suppress(ChannelClosed):
-                    session.channel.send(Kind.REVOKE, {"request": key[0], "serial": key[1]})
-        self._wait(
-            lambda session: key not in session.revoking, timeout, "did not answer that a lease was revoked"
-        )
+    def drain(self, timeout: float) -> bool:
+        """Wait for the copies that we make for senders; whether they have ended."""
+        pullers = [session.puller for session in tuple(self._sessions)]
+        return all(puller.remote.drain(timeout) for puller in pullers if puller is not None)
 
     def close(self) -> None:
         """Stop listening, and end every connection; the peers unmap what they have."""
@@ -112,22 +91,8 @@ class Server:
             if os.lstat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
         self._loop.forget(self._sock)
-        with self._changed:
-            sessions = list(self._sessions)
-        for session in sessions:
+        for session in tuple(self._sessions):
             session.channel.close("the engine was closed")
-
-    def _wait(self, answered: Callable[[_Session], bool], timeout: float, otherwise: str) -> None:
-        def silent() -> list[_Session]:
-            return [session for session in self._sessions if session.name and not answered(session)]
-
-        with self._changed:
-            if self._changed.wait_for(lambda: not silent(), timeout):
-                return
-            late = silent()
-        for session in late:
-            _log.warning("same-host: %s %s within %g s: it is detached", session.name, otherwise, timeout)
-            session.channel.close(f"it {otherwise}")
 
     def _accept(self, _events: int) -> None:
         try:
@@ -150,33 +115,36 @@ class Server:
             lambda packet: self._handle(session, packet),
             lambda why: self._ended(session, why),
         )
-        with self._changed:
-            self._sessions.add(session)
+        self._sessions.add(session)
         session.channel.start()
 
     def _handle(self, session: _Session, packet: Packet) -> None:
-        packet.close_fds()  # a sender has none to give
-        body = packet.body
-        if not session.name:
+        if packet.kind is Kind.EXPORT and session.puller is not None:
+            epoch = session.puller.remote.follow(packet)
+            if epoch is not None:
+                with contextlib.suppress(ChannelClosed):
+                    session.channel.send(Kind.MAPPED, {"epoch": epoch})
+            return
+        packet.close_fds()  # nothing else comes with any
+        follower = session.follower
+        if follower is None or session.ring is None:
             if packet.kind is not Kind.HELLO:
                 raise WireError(f"{packet.kind.name} before HELLO")
-            self._hello(session, body)
-            return
-        if packet.kind is Kind.MAPPED:
-            with self._changed:
-                session.mapped_epoch = field(body, "epoch", int)
-                self._changed.notify_all()
-            return
-        key = (field(body, "request", str), field(body, "serial", int))
-        if packet.kind is Kind.DONE:
-            pages, epoch = field(body, "pages", int), field(body, "epoch", int)
-            self._incoming.written(session.name, key, field(body, "sub_pool", str), pages, epoch)
+            self._hello(session, packet.body)
+        elif packet.kind is Kind.MAPPED:
+            self._followers.answered(follower, field(packet.body, "epoch", int))
+        elif packet.kind is Kind.COLLECT:
+            self._incoming.collect()
+        elif packet.kind is Kind.ADMITTED:
+            self._incoming.bound(session.name, _lease_key(packet))
         elif packet.kind is Kind.FAILED:
-            self._incoming.failed(session.name, key, field(body, "why", str))
+            self._incoming.failed(session.name, _lease_key(packet), field(packet.body, "why", str))
         elif packet.kind is Kind.REVOKED:
-            with self._changed:
-                session.revoking.discard(key)
-                self._changed.notify_all()
+            self._followers.revoked(follower, _lease_key(packet))
+        elif packet.kind is Kind.OFFER and session.puller is None:
+            self._offered(session, session.ring, packet.body)
+        elif packet.kind is Kind.PULL and session.puller is not None:
+            session.puller.pull(packet)
         else:
             raise WireError(f"a sender sent {packet.kind.name}")
 
@@ -185,29 +153,46 @@ class Server:
             self._refuse(session, "version", f"it speaks version {body['version']}, we speak {VERSION}")
             return
         name, identity = field(body, "name", str), field(body, "identity", str)
-        manifest = body.get("manifest")
+        manifest, device = body.get("manifest"), field(body, "device", str)
         try:
-            self._check_manifest(None if manifest is None else b64decode(field(body, "manifest", str)))
+            self._host.check_manifest(None if manifest is None else b64decode(field(body, "manifest", str)))
         except ManifestMismatch as error:
             differences = [[d.field, repr(d.ours), repr(d.theirs)] for d in error.differences]
             self._refuse(session, "manifest", str(error)[:2000], differences=differences[:16])
             return
         except ValueError as error:
             raise WireError(str(error)) from None
-        with self._changed:
-            before = next((other for other in self._sessions if other.name == name), None)
+        before = next((other for other in self._sessions if other.name == name), None)
         if before is not None and before.identity != identity:
             self._refuse(session, "name", f"a live peer called {name!r} is attached already")
             return
         if before is not None:
             before.channel.close("it attached again")
-        with self._changed:
-            session.name, session.identity = name, identity
-            try:
-                session.channel.send(Kind.WELCOME, self._welcome())
-            except ChannelClosed:
-                return
-            self._tell(session, fence=False)
+        session.name, session.identity = name, identity
+        ring, fd = Ring.make()
+        session.ring = ring
+        session.follower = Follower(name, session.channel, sends=True)
+        channel = session.channel
+        self._incoming.listen(
+            # Not at once: whoever reads the ring holds what the end of the session waits for.
+            Source(name, ring, lambda why: self._loop.later(lambda: channel.close(why)))
+        )
+        try:
+            channel.send(Kind.WELCOME, self._host.welcome(device), (fd,))
+        except ChannelClosed:
+            return
+        finally:
+            os.close(fd)
+        self._followers.add(session.follower)
+
+    def _offered(self, session: _Session, ring: Ring, body: dict[str, Any]) -> None:
+        base, reserved = field(body, "base", int), field(body, "reserved_bytes", int)
+        try:
+            session.puller = self._host.make_puller(
+                session.name, base, reserved, field(body, "memory", str), ring
+            )
+        except (KvArenaError, RuntimeError) as error:
+            self._refuse(session, "import", str(error)[:2000])
 
     def _refuse(self, session: _Session, code: str, why: str, **more: Any) -> None:
         _log.warning("same-host: a peer was refused (%s): %s", code, why)
@@ -215,20 +200,18 @@ class Server:
             session.channel.send(Kind.REFUSE, {"code": code, "why": why, **more})
         session.channel.close(f"refused: {why}")
 
-    def _tell(self, session: _Session, *, fence: bool) -> None:
-        try:
-            for page in self._exports.update_for(session.told, fence=fence):
-                session.channel.send(Kind.EXPORT, page.body, page.fds)
-        except ChannelClosed:
-            return  # its end is on its way
-        self._exports.told_all(session.told)
-
     def _ended(self, session: _Session, why: str) -> None:
-        with self._changed:
-            self._sessions.discard(session)
-            self._changed.notify_all()
+        self._sessions.discard(session)
+        if session.follower is not None:
+            self._followers.remove(session.follower)
+        if session.puller is not None:
+            session.puller.end(why)
         if session.name:
             self._incoming.lost(session.name, why)
+
+
+def _lease_key(packet: Packet) -> LeaseKey:
+    return field(packet.body, "request", str), field(packet.body, "serial", int)
 
 
 class _Session:
@@ -239,6 +222,6 @@ class _Session:
     def __init__(self) -> None:
         self.name = ""
         self.identity = ""
-        self.told = Told()
-        self.mapped_epoch = -1
-        self.revoking: set[LeaseKey] = set()
+        self.follower: Follower | None = None
+        self.ring: Ring | None = None
+        self.puller: Puller | None = None

@@ -13,9 +13,12 @@ import json
 import os
 import socket
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from kvarena.transfer._same_host_errors import WireError
 
 __all__ = [
@@ -25,14 +28,15 @@ __all__ = [
     "Packet",
     "encode",
     "field",
-    "opened",
+    "packed",
     "peer_uid",
     "receive",
     "rows",
     "transmit",
+    "unpacked",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of the protocol; two engines must agree on it."""
 
 FDS_PER_PACKET = 64
@@ -47,26 +51,32 @@ _T = TypeVar("_T")
 
 
 class Kind(enum.IntEnum):
-    """What a packet says."""
+    """What a packet says. A client connects, and sends pages; a server receives them."""
 
     HELLO = 1
     """Client: who I am, and what my pages look like."""
     WELCOME = 2
-    """Server: who I am; exports follow."""
+    """Server: who I am, with the memory in which finished copies are counted; exports follow."""
     REFUSE = 3
     """Server: which check failed, and why. The connection ends."""
     EXPORT = 4
-    """Server: memory to map and to unmap, and the regions that may be written."""
+    """Either: memory to map and to unmap, and the regions that may be used."""
     MAPPED = 5
-    """Client: I am at this epoch, and nothing older is mapped or being written."""
-    DONE = 6
-    """Client: these pages of a leased request are written."""
+    """Either: I am at this epoch, and nothing older is mapped or being copied."""
+    ADMITTED = 6
+    """Client: I am the one that will write this lease."""
     FAILED = 7
     """Client: a leased request will not be completed."""
     REVOKE = 8
     """Server: this lease no longer holds."""
     REVOKED = 9
     """Client: nothing is, or will be, written under it."""
+    COLLECT = 10
+    """Client: read what has ended, so that there is room for more."""
+    OFFER = 11
+    """Client: you shall make the copies; my exports follow."""
+    PULL = 12
+    """Client: copy these from my memory to yours."""
 
 
 class Packet(NamedTuple):
@@ -88,11 +98,6 @@ def encode(kind: int, body: dict[str, Any], *, version: int = VERSION) -> bytes:
     if len(data) > _PACKET_BYTES:
         raise WireError(f"{len(data)} bytes to send, {_PACKET_BYTES} fit")
     return data
-
-
-def opened(kind: int, body: dict[str, Any]) -> bytes:
-    """A packet's bytes without its end: a field or more, and a brace, must follow."""
-    return encode(kind, body)[:-1] + b","
 
 
 def decode(data: bytes, fds: tuple[int, ...] = ()) -> Packet:
@@ -166,6 +171,19 @@ def field(body: dict[str, Any], name: str, kind: type[_T]) -> _T:
     if isinstance(value, int) and value < 0:
         raise WireError(f"{name} is {value}")
     return value
+
+
+def packed(values: npt.NDArray[np.int64]) -> str:
+    """Integers as a field of a body."""
+    return b64encode(values.astype("<i8").tobytes()).decode()
+
+
+def unpacked(body: dict[str, Any], name: str) -> npt.NDArray[np.int64]:
+    """A field that `packed` made; raises `WireError`."""
+    try:
+        return np.frombuffer(b64decode(field(body, name, str), validate=True), "<i8").astype(np.int64)
+    except ValueError as error:
+        raise WireError(f"{name} is no list of integers: {error}") from error
 
 
 def rows(body: dict[str, Any], name: str, width: int) -> list[tuple[int, ...]]:

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
-from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
-import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._copy import make_copier
-from kvarena.transfer._same_host_attach import Description, attach
+from kvarena.transfer._same_host_attach import Description
 from kvarena.transfer._same_host_channel import SocketLoop
-from kvarena.transfer._same_host_errors import PeerRefused
+from kvarena.transfer._same_host_direction import Asked
 from kvarena.transfer._same_host_export import Exports
-from kvarena.transfer._same_host_import import MappedArena
+from kvarena.transfer._same_host_followers import Followers
 from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
-from kvarena.transfer._same_host_leases import PageLease
+from kvarena.transfer._same_host_leases import PageLease, page_ids
 from kvarena.transfer._same_host_memory import ArenaMemory
 from kvarena.transfer._same_host_path import default_directory, listen
 from kvarena.transfer._same_host_peer import Peer
+from kvarena.transfer._same_host_peers import Peers, PeerSettings, Welcomes
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_server import Server
-from kvarena.transfer.errors import (
-    Difference,
-    ManifestMismatch,
-    PageError,
-    QuiesceTimeout,
-    RegistrationError,
-    TransferFailed,
-)
+from kvarena.transfer.errors import PageError, QuiesceTimeout, RegistrationError, TransferFailed
 from kvarena.transfer.protocol import Capabilities, Region
 
 if TYPE_CHECKING:
@@ -62,6 +53,9 @@ class SameHostEngine:
         ``/tmp/kvarena-<uid>``.
     manifest : Manifest, optional
         What our pages mean; a peer whose pages mean something else is refused.
+    direction : {"auto", "push", "pull"}
+        Which side's device copies what we send: ours writes, or the peer's reads. ``auto`` asks the
+        devices, see `choose_direction`.
     connect_timeout : float
         Seconds that a peer may take to answer.
     drain_timeout : float
@@ -87,39 +81,44 @@ class SameHostEngine:
         name: str | None = None,
         directory: Path | None = None,
         manifest: Manifest | None = None,
+        direction: Asked = "auto",
         connect_timeout: float = 10.0,
         drain_timeout: float = 30.0,
     ) -> None:
         self._arena = arena
-        self._manifest = manifest
-        self._identity = secrets.token_hex(8)
-        self.engine_name = name or f"{os.getpid()}-{self._identity[:6]}"
+        self.engine_name = name or f"{os.getpid()}-{secrets.token_hex(3)}"
         self._connect_timeout = connect_timeout
         self._drain_timeout = drain_timeout
         self._changed = threading.Condition(threading.RLock())
-        self._connecting = threading.Lock()
-        self._peers: dict[str, Peer] = {}
         self._incoming = IncomingTable()
         self._exports = Exports(arena, self.name)
+        self._followers = Followers(self._exports, self._changed)
         self._closed = False
         sock, path = listen(directory or default_directory(), self.engine_name)
         try:
             self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
-            self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}")
+            self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}", self._look_at_copier)
         except BaseException:
             sock.close()
             path.unlink()
             raise
-        self._server = Server(
-            self._loop,
-            sock,
-            path,
+        self._peers = Peers(
+            PeerSettings(
+                name=self.engine_name,
+                identity=secrets.token_hex(8),
+                arena=arena,
+                manifest=manifest,
+                direction=direction,
+                connect_timeout=connect_timeout,
+                drain_timeout=drain_timeout,
+            ),
+            self._copier,
             self._exports,
-            self._changed,
-            self._incoming,
-            self._welcome,
-            self._check_manifest,
+            self._followers,
+            self._loop,
         )
+        host = Welcomes(self._peers.settings, self._copier, self._exports, self._incoming)
+        self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
 
     @property
     def socket_path(self) -> Path:
@@ -134,17 +133,11 @@ class SameHostEngine:
     @property
     def attached(self) -> tuple[str, ...]:
         """Engines that have our arena mapped."""
-        return self._server.peers
+        return self._followers.names
 
     def peer(self, key: str) -> Peer:
-        """An engine whose arena we have mapped. Raises `TransferFailed`."""
-        with self._changed:
-            peer = self._peers.get(key)
-        if peer is None:
-            raise TransferFailed(
-                self.name, key, "ENOTCONN", "not connected", fix="Connect to its description."
-            )
-        return peer
+        """An engine that we send to. Raises `TransferFailed`."""
+        return self._peers[key]
 
     def register(self, regions: Sequence[Region]) -> None:
         """See `TransferEngine.register`: peers may write these bytes, and we may send them.
@@ -154,7 +147,7 @@ class SameHostEngine:
         with self._changed:
             self._require_open(regions, "register")
             self._exports.add([Region(*region) for region in regions])
-            self._server.tell_all(fence=False)
+            self._followers.tell_all(fence=False)
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """See `TransferEngine.unregister`. On return no peer writes or maps them, and we send none.
@@ -172,31 +165,25 @@ class SameHostEngine:
         with self._changed:
             self._require_open(regions, "unregister")
             self._exports.check_held(regions)
-            peers = list(self._peers.values())
-        for peer in peers:
-            if not peer.drain(self._drain_timeout):
-                raise QuiesceTimeout(
-                    f"Transfers to {peer.name} did not end",
-                    in_flight=peer.in_flight,
-                    seconds=self._drain_timeout,
-                )
+        self._drain()
         with self._changed:
             self._exports.remove(regions)
             epoch = self._exports.epoch
-            self._server.tell_all(fence=True)
-        self._server.wait_until_let_go(epoch, self._drain_timeout)
+            self._followers.tell_all(fence=True)
+        self._drain()  # what was checked before, and started after
+        self._followers.wait_until_let_go(epoch, self._drain_timeout)
 
     def refresh(self) -> None:
         """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
         with self._changed:
             if not self._closed and self._exports.refresh():
-                self._server.tell_all(fence=True)
+                self._followers.tell_all(fence=True)
 
     def describe(self) -> bytes:
         """See `TransferEngine.describe`."""
         with self._changed:
             return Description(
-                str(self._server.path), self.engine_name, self._identity, self._exports.epoch
+                str(self._server.path), self.engine_name, self._peers.settings.identity, self._exports.epoch
             ).encode()
 
     def connect(self, description: bytes) -> str:
@@ -211,43 +198,11 @@ class SameHostEngine:
         HandleImportError
             Its memory cannot be mapped here.
         """
-        wanted = Description.decode(description)
-        with self._connecting:
-            if self._closed:
-                raise TransferFailed(self.name, wanted.name, "EBADF", "this engine is closed")
-            known = self._peers.get(wanted.name)
-            if known is not None and known.identity == wanted.identity and known.gone is None:
-                if known.wait_for_epoch(wanted.epoch, self._connect_timeout):
-                    return known.name
-                why = (
-                    known.gone or f"it did not export epoch {wanted.epoch} within {self._connect_timeout:g} s"
-                )
-                raise PeerRefused(wanted.name, "unreachable", why)
-            if known is not None:
-                known.close("it was started anew")
-            peer = attach(
-                wanted,
-                name=self.engine_name,
-                identity=self._identity,
-                manifest=None if self._manifest is None else self._manifest.encode(),
-                check_manifest=self._check_manifest,
-                driver=self._arena.driver,
-                make_peer=lambda arena, sock: self._make_peer(wanted, arena, sock),
-                timeout=self._connect_timeout,
-            )
-            with self._changed:
-                self._peers[peer.name] = peer
-            if peer.gone is not None:  # it went while it was being entered
-                self._forget(peer)
-                raise PeerRefused(wanted.name, "unreachable", peer.gone)
-            return peer.name
+        return self._peers.connect(description)
 
     def disconnect(self, peer: str) -> None:
         """See `TransferEngine.disconnect`; waits for what is under way."""
-        with self._changed:
-            known = self._peers.pop(peer, None)
-        if known is not None:
-            known.close("it was disconnected here")
+        self._peers.disconnect(peer)
 
     def submit(
         self,
@@ -265,19 +220,14 @@ class SameHostEngine:
         after : int, optional
             A CUDA stream whose work so far must be done before the sources are read.
         """
-        known = self.peer(peer)
-        sources, targets, counts = (np.asarray(column, np.int64).ravel() for column in (src, dst, lengths))
+        known = self._peers[peer]
+        sources, targets, counts = (page_ids(column).ravel() for column in (src, dst, lengths))
         if not sources.size == targets.size == counts.size:
             raise self._refusal(
                 peer, f"{sources.size} sources, {targets.size} destinations, {counts.size} lengths"
             )
         if counts.size and int(counts.min()) < 0:
             raise self._refusal(peer, f"a length is {int(counts.min())}")
-        outside = self._exports.intervals.first_outside(sources, counts)
-        if outside is not None:
-            raise self._refusal(
-                peer, f"{int(counts[outside])} bytes at {int(sources[outside]):#x} here are not registered"
-            )
         return known.spans(sources, targets, counts, after)
 
     def submit_pages(
@@ -320,37 +270,41 @@ class SameHostEngine:
         PageError
             Lists of different lengths, or a page size that is not positive.
         """
-        known = self.peer(peer)
-        source_ids, target_ids = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        known = self._peers[peer]
+        source_ids, target_ids = page_ids(src_pages), page_ids(dst_pages)
         if source_ids.ndim != 1 or source_ids.shape != target_ids.shape or page_bytes <= 0:
             raise PageError(
                 f"{source_ids.shape} source pages for {target_ids.shape} destinations of {page_bytes} bytes."
             )
         base = self._arena.base if src_base is None else src_base
-        if source_ids.size and not self._exports.intervals.covers_pages(base, source_ids, page_bytes):
-            error = self._refusal(peer, "source pages are not registered here").of(lease.request)
-            known.give_up(lease, error.why)
-            raise error
         return known.pages(base, source_ids, dst_base, target_ids, page_bytes, lease, sub_pool, after)
 
     def admit(self, peer: str, lease: PageLease) -> None:
         """Get to know a lease when its request arrives, so that the first `submit_pages` need not."""
-        self.peer(peer).admit(lease)
+        self._peers[peer].admit(lease)
 
     def give_up(self, peer: str, lease: PageLease, why: str) -> None:
         """Tell the receiver at once that what it leased will not come (an aborted prefill)."""
-        self.peer(peer).give_up(lease, why)
+        self._peers[peer].give_up(lease, why)
 
-    def expect(self, lease: PageLease) -> Incoming:
-        """Wait for the pages of a lease that we granted; ask before the lease goes to the sender."""
+    def expect(self, lease: PageLease, *, sender: str | None = None) -> Incoming:
+        """Wait for the pages of a lease that we granted; ask before the lease goes to the sender.
+
+        Parameters
+        ----------
+        sender : str, optional
+            The `engine_name` of the one that shall write them: if it dies, even before it has begun, the
+            wait ends at once. Without a name that holds as soon as it has admitted the lease, or begun.
+        """
         with self._changed:
-            return self._incoming.expect(lease, self._exports.epoch)
+            return self._incoming.expect(lease, self._exports.epoch, sender)
 
     def revoke(self, lease: PageLease, why: str = "it was revoked") -> None:
         """Take a lease back; on return no peer writes its pages, now or later."""
         key = (lease.request, lease.serial)
         self._incoming.revoke(key, why)
-        self._server.revoke(key, self._drain_timeout)
+        self._followers.revoke(key, self._drain_timeout)
+        self._server.drain(self._drain_timeout)
 
     def prepare(self, page_bytes: int) -> None:
         """Compile for pages of this size now, instead of in the first transfer."""
@@ -358,14 +312,11 @@ class SameHostEngine:
 
     def close(self) -> None:
         """See `TransferEngine.close`."""
-        with self._connecting, self._changed:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
-            peers = list(self._peers.values())
-            self._peers.clear()
-        for peer in peers:
-            peer.close("this engine was closed")
+        self._peers.close()
         self._server.close()
         self._incoming.lost(None, "this engine was closed")
         self._loop.close()
@@ -379,44 +330,26 @@ class SameHostEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_peer(self, wanted: Description, arena: MappedArena, sock: socket.socket) -> Peer:
-        return Peer(
-            wanted.name,
-            wanted.identity,
-            arena,
-            self._copier,
-            self._loop,
-            sock,
-            self._forget,
-            self._drain_timeout,
-        )
+    def _drain(self) -> None:
+        """Wait for every copy from or to our arena that we know of. Raises `QuiesceTimeout`."""
+        for peer in self._peers.all:
+            if not peer.drain(self._drain_timeout):
+                raise QuiesceTimeout(
+                    f"Transfers to {peer.name} did not end",
+                    in_flight=peer.in_flight,
+                    seconds=self._drain_timeout,
+                )
+        if not self._server.drain(self._drain_timeout):
+            raise QuiesceTimeout(
+                "Transfers that peers asked for did not end", in_flight=1, seconds=self._drain_timeout
+            )
 
-    def _forget(self, peer: Peer) -> None:
-        """A peer is gone; its successor of the same name may be there already."""
-        with self._changed:
-            if self._peers.get(peer.name) is peer:
-                del self._peers[peer.name]
-
-    def _welcome(self) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "name": self.engine_name,
-            "identity": self._identity,
-            "epoch": self._exports.epoch,
-            "memory": self._arena.driver.name,
-            "base": self._arena.base,
-            "reserved_bytes": self._arena.reserved_bytes,
-        }
-        if self._manifest is not None:
-            body["manifest"] = b64encode(self._manifest.encode()).decode()
-        return body
-
-    def _check_manifest(self, encoded: bytes | None) -> None:
-        if self._manifest is None and encoded is None:
-            return
-        if self._manifest is None or encoded is None:
-            said = [value if value is None else "a manifest" for value in (self._manifest, encoded)]
-            raise ManifestMismatch([Difference("manifest", *said)])
-        self._manifest.check(type(self._manifest).decode(encoded))
+    def _look_at_copier(self) -> None:
+        """Nobody may be waiting when the device dies: let the receivers know."""
+        why = self._copier.fault()
+        if why is not None:
+            for peer in self._peers.all:
+                peer.close(why)
 
     def _require_open(self, regions: Sequence[Region], action: str) -> None:
         if self._closed:

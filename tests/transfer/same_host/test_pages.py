@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,12 @@ from kvarena.transfer.testing import RemoteHost
 from same_host_support import MIB, PAGE, SameHost, a_lease
 
 PAGES = 8 * MIB // PAGE
+
+
+@pytest.fixture(params=["push", "pull"])
+def sender(request: pytest.FixtureRequest, make_sender: Callable[..., SameHost]) -> SameHost:
+    """One sender; either side makes the copies."""
+    return make_sender(direction=request.param)
 
 
 @pytest.fixture
@@ -47,7 +54,9 @@ def test_pages_of_any_size_arrive(sender: SameHost, receiver: RemoteHost, peer: 
     rng = np.random.default_rng(page_bytes)
     count = 4 * MIB // page_bytes
     src, dst = rng.permutation(count)[: count // 2], rng.permutation(count)[: count // 2]
-    sender.engine.submit_pages(peer, src, dst, page_bytes, a_lease(dst.tolist())).wait(10)
+    lease = a_lease(dst.tolist())
+    expect(receiver, lease)
+    sender.engine.submit_pages(peer, src, dst, page_bytes, lease).wait(10)
     size = count * page_bytes
     expected = np.zeros((count, page_bytes), np.uint8)
     expected[dst] = np.frombuffer(sender.read(0, size), np.uint8).reshape(count, page_bytes)[src]

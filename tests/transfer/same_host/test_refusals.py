@@ -163,17 +163,17 @@ class TestPeer:
     def test_another_protocol_version_is_refused_on_both_sides(
         self, sender: SameHost, receiver: RemoteHost
     ) -> None:
-        newer = receiver.describe().replace(b'"version": 1', b'"version": 2')
+        newer = receiver.describe().replace(b'"version": 2', b'"version": 3')
         with pytest.raises(PeerRefused) as refused:
             sender.engine.connect(newer)
         assert refused.value.code == "version"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
             raw.connect(str(sender.engine.socket_path))
-            wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "x", "identity": "y"}, version=2))
+            wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "x", "identity": "y"}, version=3))
             answer = wire.receive(raw)
             assert answer is not None
             assert answer.kind is wire.Kind.REFUSE
-            assert "version 2, we speak 1" in answer.body["why"]
+            assert "version 3, we speak 2" in answer.body["why"]
             assert wire.receive(raw) is None
         sender.engine.connect(receiver.describe())
 

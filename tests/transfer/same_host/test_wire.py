@@ -19,6 +19,7 @@ from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import Region, TransferFailed
 from kvarena.transfer import _same_host_wire as wire
 from kvarena.transfer._same_host_errors import WireError
+from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer.same_host import SameHostEngine
 from same_host_support import MIB
 
@@ -28,11 +29,14 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
-    ["name", "identity", "epoch", "request", "serial", "pages", "sub_pool", "why", "manifest", "more", "add"]
+    [
+        *("name", "identity", "device", "epoch", "request", "serial", "sub_pool", "why", "manifest", "more"),
+        *("add", "base", "reserved_bytes", "memory", "number", "first", "src", "dst", "lengths"),
+    ]
 )
 
 
-@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: b"kvar\0\1\0\1" + tail))
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: b"kvar\0\2\0\1" + tail))
 def test_any_bytes_are_a_packet_or_a_wire_error(data: bytes) -> None:
     with contextlib.suppress(WireError):
         assert isinstance(wire.decode(data).body, dict)
@@ -93,7 +97,7 @@ def test_a_server_survives_wellformed_nonsense_of_an_attached_peer(
     server: SameHostEngine, packets: list[tuple[wire.Kind, dict[str, Any]]]
 ) -> None:
     with dial(server) as raw:
-        wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "fuzz", "identity": "fuzz"}))
+        wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "fuzz", "identity": "fuzz", "device": "host"}))
         for kind, body in packets:
             with contextlib.suppress(OSError):
                 wire.transmit(raw, wire.encode(kind, body))
@@ -102,7 +106,7 @@ def test_a_server_survives_wellformed_nonsense_of_an_attached_peer(
 def test_a_server_serves_after_all_of_it_and_leaks_nothing(server: SameHostEngine) -> None:
     assert still_serves(server)
     before = held()
-    for data in (b"x" * 65536, b"kvar" + bytes(4), b"kvar\0\1\0\4{}", b"kvar\0\1\0\1[]", b"\0"):
+    for data in (b"x" * 65536, b"kvar" + bytes(4), b"kvar\0\2\0\4{}", b"kvar\0\2\0\1[]", b"\0"):
         with dial(server) as raw:
             wire.transmit(raw, data, [raw.fileno()] * 3)
             with contextlib.suppress(OSError):
@@ -159,10 +163,14 @@ def test_a_sender_survives_what_a_false_receiver_exports(
                 "identity": "id",
                 "epoch": 1,
                 "memory": "host",
+                "device": "host",
                 "base": 1 << 40,
                 "reserved_bytes": 1 << 20,
             }
-            wire.transmit(sock, wire.encode(wire.Kind.WELCOME, welcome))
+            ring, fd = Ring.make()
+            ring.close()
+            wire.transmit(sock, wire.encode(wire.Kind.WELCOME, welcome), [fd])
+            os.close(fd)
             with contextlib.suppress(OSError):
                 wire.transmit(sock, wire.encode(wire.Kind.EXPORT, {**GOOD, **export}), fds)
                 wire.receive(sock)
@@ -171,7 +179,7 @@ def test_a_sender_survives_what_a_false_receiver_exports(
     thread.start()
     description = {
         "format": "kvarena-same-host",
-        "version": 1,
+        "version": 2,
         "path": str(tmp_path / "s" / "false.sock"),
         "name": "false",
         "identity": "id",

@@ -1,0 +1,80 @@
+"""Pinned memory that kernels read their page ids from while they run, and the count of finished copies."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, final
+
+from cuda.bindings import driver as cu
+from kvarena.transfer._copy import await_clock
+from kvarena.transfer._copy_launch import Stream, check
+
+__all__ = ["HALF_WORDS", "TABLE_WORDS", "Table", "Tables"]
+
+HALF_WORDS = 8192
+"""Pages of one launch: source ids in a table's first half, destinations in its second."""
+TABLE_WORDS = 2 * HALF_WORDS
+_TABLES = 32
+_COUNT_BYTES = 4096
+
+
+class Table(NamedTuple):
+    """One of them."""
+
+    words: Any
+    """A memoryview of int64, in the format that NumPy gives int64: a copy into it is one call."""
+    address: int
+
+
+@final
+class Tables:
+    """Tables that are used in turn, each again when the launch that read it has ended.
+
+    The caller locks, and sets the context.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        nbytes = _TABLES * TABLE_WORDS * 8
+        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+        self._address = int(check(cu.cuMemHostAlloc(_COUNT_BYTES + nbytes, flags), "cuMemHostAlloc"))
+        self.count_address = self._address
+        """Where launches store their numbers when they have ended."""
+        count: Any = (ctypes.c_uint64 * 1).from_address(self._address)
+        self._count = memoryview(count).cast("B").cast("Q")
+        self._count[0] = 0
+        words: Any = (ctypes.c_uint8 * nbytes).from_address(self._address + _COUNT_BYTES)
+        view = memoryview(words).cast("B").cast("l")
+        self._tables = [
+            Table(
+                view[index * TABLE_WORDS : (index + 1) * TABLE_WORDS],
+                self._address + _COUNT_BYTES + index * TABLE_WORDS * 8,
+            )
+            for index in range(_TABLES)
+        ]
+        self._users = [0] * _TABLES
+        self._next = 0
+
+    @property
+    def ended(self) -> int:
+        """The number of the last launch that has ended."""
+        return self._count[0]
+
+    def has_ended(self, number: int) -> bool:
+        """See `Clock.has_ended`; it knows nothing of failures."""
+        return self._count[0] >= number
+
+    def take(self, number: int) -> Table:
+        """A table that nothing reads any more, for the launch of that number."""
+        index = self._next
+        user = self._users[index]
+        while self._count[0] < user:
+            if not await_clock(self.has_ended, user, 1.0) and (why := self._stream.fault()):
+                raise RuntimeError(why)
+        self._next = (index + 1) % _TABLES
+        self._users[index] = number
+        return self._tables[index]
+
+    def close(self) -> None:
+        """Free the memory."""
+        check(cu.cuMemFreeHost(self._address), "cuMemFreeHost")
