@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +47,12 @@ def rig_module() -> ModuleType:
 def runner_module() -> ModuleType:
     """Builds model runners."""
     return _load("runner")
+
+
+@pytest.fixture(scope="session")
+def load_helper() -> Callable[[str], ModuleType]:
+    """Loads helpers of one theme."""
+    return _load
 
 
 @pytest.fixture(scope="session")

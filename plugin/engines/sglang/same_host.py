@@ -43,12 +43,9 @@ TRANSFERS = (
         "same_host:transfer_sync",
     ),
 )
-#: Up to 0.5.21, the Mooncake sender drops the event that says when a cached prefix has been written.
-EARLY_SEND = Target(
-    f"{_CONN}.MooncakeKVSender.send",
-    "self, kv_indices, state_indices=None, num_kv_tokens=None",
-    "same_host:send",
-)
+#: Up to 0.5.21, the Mooncake sender drops the event that says when a cached prefix has been written. The
+#: handler passes every argument on, so the signature (which a decorator hides) does not matter.
+EARLY_SEND = Target(f"{_CONN}.MooncakeKVSender.send", "self, *args, **kwargs", "same_host:send")
 _NEEDS = (Shape(f"{_WRAPPER}.get_session_id", "self"),)
 _REQUEST = f"{_CONN}.MooncakeKVManager.add_transfer_request"
 
@@ -58,6 +55,7 @@ def hook_targets() -> tuple[Target, ...]:
     import inspect
 
     waits = "wait_event" in inspect.signature(resolve(_REQUEST)).parameters
+    resolve(EARLY_SEND.path)
     return TRANSFERS if waits else (*TRANSFERS, EARLY_SEND)
 
 
@@ -69,7 +67,7 @@ def register_hooks(registry: Any, around: Any) -> None:
         logger.warning("kvarena: KVARENA_SAME_HOST has no effect: %s.", error)
         return
     assert runtime.family is not None
-    found = differences(runtime.family, shapes=(*targets, *_NEEDS))
+    found = differences(runtime.family, shapes=(*TRANSFERS, *_NEEDS))
     if found:
         logger.warning("kvarena: KVARENA_SAME_HOST has no effect in this release: %s.", "; ".join(found))
         return

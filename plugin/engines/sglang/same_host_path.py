@@ -89,6 +89,11 @@ class SameHostPath:
             self.close()
             raise
 
+    @property
+    def socket_path(self) -> Path:
+        """Where peers reach the engine."""
+        return self._engine.socket_path
+
     @hookimpl
     def kvarena_pool_finalized(self, pool: Any) -> None:
         """The arena has another size: export what is backed now."""
