@@ -9,6 +9,7 @@ import msgspec
 from kvarena.plugin.demo_growth import GrowthDriver, GrowthReport
 from kvarena.plugin.demo_hosts import HostsReport, TwoHosts
 from kvarena.plugin.engines.embedded.requests import Request, Result
+from kvarena.plugin.engines.embedded.worker import ROLES
 
 __all__ = ["DemoReport", "Findings", "RequestReport", "judge"]
 
@@ -111,8 +112,9 @@ def judge(found: Findings, *, seconds: float) -> DemoReport:
         requests=reports,
         least_margin=min(margins, default=None),
         largest_noise=max(noise, default=None),
-        processes={str(role): found.ended.get(role) or pool for role, pool in found.started.items() if pool}
-        | {str(role): pool for role, pool in found.ended.items() if pool},
+        processes={
+            role: pool for role in ROLES if (pool := found.ended.get(role) or found.started.get(role))
+        },
         seconds=seconds,
         growth=growth,
         hosts=hosts,

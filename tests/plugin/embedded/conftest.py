@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
 from kvarena.hooks import HookManager, TransferConfig, create_manager, hookimpl
-from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultRefusals
+from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines, DefaultRefusals
 from kvarena.plugin.config import Settings
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
@@ -50,8 +53,9 @@ class _OneEngine:
         return [self._engine]
 
 
-def _manager(memory_limit: int, transfer: TransferEngine) -> HookManager:
-    plugins = (DefaultDrivers(memory_limit), DefaultRefusals(), DefaultBudget(), _OneEngine(transfer))
+def _manager(memory_limit: int, transfer: TransferEngine | str) -> HookManager:
+    engines = DefaultEngines() if isinstance(transfer, str) else _OneEngine(transfer)
+    plugins = (DefaultDrivers(memory_limit), DefaultRefusals(), DefaultBudget(), engines)
     return create_manager(plugins, entry_points=False)
 
 
@@ -64,14 +68,15 @@ def small() -> EngineConfig:
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """Engines that are closed in the end; each with a recording transfer engine, or the one given."""
+def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
+    """Engines that are closed in the end; with a recording transfer engine, or the one given or named."""
+    os.chmod(tmp_path, stat.S_IRWXU)
     with ExitStack() as closing:
 
         def make(
             config: EngineConfig = SMALL,
             *,
-            transfer: TransferEngine | None = None,
+            transfer: TransferEngine | str | None = None,
             memory_limit: int = MEMORY_LIMIT,
             timeout: float = 10.0,
             eager_bytes: int | None = None,
@@ -79,7 +84,13 @@ def make_engine() -> Iterator[MakeEngine]:
         ) -> Engine:
             engine = Engine(
                 config,
-                Settings(memory_limit=memory_limit, transfer_timeout=timeout, pool_bytes=pool_bytes),
+                Settings(
+                    memory_limit=memory_limit,
+                    transfer=(transfer,) if isinstance(transfer, str) else (),
+                    transfer_timeout=timeout,
+                    pool_bytes=pool_bytes,
+                    socket_dir=str(tmp_path),
+                ),
                 eager_bytes=eager_bytes,
                 manager=_manager(memory_limit, transfer or RecordingEngine()),
             )

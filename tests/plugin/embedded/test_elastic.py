@@ -31,9 +31,17 @@ def make_elastic(make_engine: MakeEngine, small: EngineConfig) -> Callable[..., 
     """Engines whose pools have room to grow."""
 
     def make(transfer: RecordingEngine | None = None) -> Engine:
-        return make_engine(small.evolve(reserved_bytes=1 << 20), transfer=transfer, pool_bytes=BASE)
+        return make_engine(small.evolve(reserved_bytes=2 << 20), transfer=transfer, pool_bytes=BASE)
 
     return make
+
+
+def _ask(pair: Pair, role: str, change: control.Grow | control.GiveBack) -> control.Resized:
+    """Ask one side for a change, and turn until it has answered."""
+    count = len(_resized(pair, role))
+    (pair.prefill if role == "prefill" else pair.decode).elastic.ask(change)
+    pair.turn_until(lambda: len(_resized(pair, role)) > count)
+    return _resized(pair, role)[-1]
 
 
 def _resized(pair: Pair, role: str) -> list[control.Resized]:
@@ -89,3 +97,96 @@ def test_tokens_are_right_through_many_changes(
         assert report["transfers"]["recording"]["failed"] == 0
     # Some had to wait: pages that a peer was writing to lay in the tail.
     assert pair.engines["decode"].report()["growth"]["waited"] > 0
+
+
+def test_what_was_leased_before_the_change_arrives_after_it(
+    make_elastic: Callable[..., Engine],
+    make_pair: MakePair,
+    generate: Callable[..., dict[int, Result]],
+    texts: list[Request],
+) -> None:
+    pair = make_pair(make_elastic(), make_elastic())
+    pair.connect()
+    for request in texts[-2:]:
+        pair.decode.submit(request)
+    pair.decode.step()
+    granted = pair.decode.leases.active
+    assert len(granted) == 2
+    resized = _ask(pair, "decode", control.Grow(STEP))
+    assert resized.in_flight == 2
+    assert all(lease.epoch < pair.engines["decode"].ledger.epoch for lease in granted)
+    pair.turn_until(lambda: len(pair.results) == 2)
+    right = generate(texts[-2:])
+    assert {rid: r.tokens for rid, r in pair.results.items()} == {rid: r.tokens for rid, r in right.items()}
+
+
+def test_pages_in_flight_in_the_tail_hold_a_give_back_up(
+    make_elastic: Callable[..., Engine], make_pair: MakePair, texts: list[Request]
+) -> None:
+    pair = make_pair(make_elastic(), make_elastic())
+    pair.connect()
+    assert _ask(pair, "decode", control.Grow(STEP)).error == ""
+    decode = pair.engines["decode"]
+    large = decode.pool.total_bytes
+    pair.decode.submit(texts[-1])
+    pair.decode.step()
+    assert pair.decode.leases.active
+
+    # Nobody ends the lease, for the other side does not turn.
+    pair.decode.elastic.ask(control.GiveBack(limit_s=0.0))
+    pair.decode.step()
+    refused = _resized(pair, "decode")[-1]
+    assert "Leases on the tail did not drain" in refused.error
+    assert decode.pool.total_bytes == refused.total_bytes == large
+    assert decode.ledger.registered_bytes == large
+    assert not pair.decode.elastic.holding
+
+    # While it waits, nothing new is leased; what is out ends, and then the memory goes.
+    pair.decode.elastic.ask(control.GiveBack(limit_s=60.0))
+    pair.decode.step()
+    assert pair.decode.elastic.holding
+    pair.decode.submit(texts[2])
+    pair.decode.step()
+    assert [lease.request for lease in pair.decode.leases.active] == [str(texts[-1].rid)]
+    pair.turn_until(lambda: len(pair.results) == 2)
+    made = _resized(pair, "decode")[-1]
+    assert made.error == ""
+    assert made.tries > 2
+    assert decode.pool.total_bytes == decode.ledger.registered_bytes == large - STEP
+    assert all(result.reason != "error" for result in pair.results.values())
+
+
+def test_what_was_promised_is_not_given_back(
+    make_elastic: Callable[..., Engine], make_pair: MakePair, texts: list[Request]
+) -> None:
+    pair = make_pair(make_elastic(), make_elastic())
+    pair.connect()
+    assert _ask(pair, "decode", control.Grow(STEP)).error == ""
+    decode = pair.engines["decode"]
+    # As if the running sequences could still grow to all that there is.
+    decode.book._committed = decode.book.usable_bytes
+    refused = _ask(pair, "decode", control.GiveBack(limit_s=0.0))
+    assert "were promised more than" in refused.error
+    decode.book._committed = 0
+    assert _ask(pair, "decode", control.GiveBack(limit_s=0.0)).error == ""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_changes_that_cannot_be(make_elastic: Callable[..., Engine], make_pair: MakePair, role: str) -> None:
+    pair = make_pair(make_elastic(), make_elastic())
+    pair.connect()
+    engine = pair.engines[role]
+    before = engine.report()["capacities"], engine.ledger.regions
+    for change, said in (
+        (control.GiveBack(), "nothing to give back"),
+        (control.Grow(1 << 30), "more than the"),
+        (control.Grow(0), "cannot grow to"),
+        (control.Grow(-STEP), "cannot grow to"),
+        # Reserved, but beyond the memory limit of 1 MiB.
+        (control.Grow(1 << 20), "free"),
+    ):
+        resized = _ask(pair, role, change)
+        assert said in resized.error, change
+        assert (engine.report()["capacities"], engine.ledger.regions) == before, change
+    assert engine.report()["growth"]["refused"] == 5
+    assert engine.report()["problems"] == []
