@@ -166,13 +166,17 @@ class Channel:
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._open = True
-        self._hangup = select.poll()
-        self._hangup.register(sock, select.POLLRDHUP)
+        self._fd = sock.fileno()
 
     @property
     def is_hung_up(self) -> bool:
         """Whether the other end is gone, even if the loop has not come to know it yet; a system call."""
-        return not self._open or bool(self._hangup.poll(0))
+        if not self._open:
+            return True
+        # One for each call: a poll object refuses to be asked by two threads at once.
+        hangup = select.poll()
+        hangup.register(self._fd, select.POLLRDHUP)
+        return bool(hangup.poll(0))
 
     @property
     def is_open(self) -> bool:
