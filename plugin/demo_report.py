@@ -18,7 +18,7 @@ from rich.table import Table
 
 __all__ = ["DemoConsole"]
 
-_STAGES = {"finalized": "backed"}
+_STAGES = {"finalized": "backed", "given_back": "given back"}
 """Events of the timeline that the demo calls otherwise."""
 
 

@@ -99,6 +99,7 @@ def judge(found: Findings, *, seconds: float) -> DemoReport:
     hosts = None
     if found.hosts is not None:
         hosts = found.hosts.report(resent=found.ended.get("prefill", {}).get("resent", 0))
+    last = {role: found.ended.get(role) or found.started.get(role) for role in ROLES}
     margins = [report.margin for report in reports if report.margin is not None]
     noise = [
         abs(a - b)
@@ -112,9 +113,7 @@ def judge(found: Findings, *, seconds: float) -> DemoReport:
         requests=reports,
         least_margin=min(margins, default=None),
         largest_noise=max(noise, default=None),
-        processes={
-            role: pool for role in ROLES if (pool := found.ended.get(role) or found.started.get(role))
-        },
+        processes={str(role): pool for role, pool in last.items() if pool},
         seconds=seconds,
         growth=growth,
         hosts=hosts,
