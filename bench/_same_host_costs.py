@@ -11,7 +11,6 @@ from pathlib import Path
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _same_host_common import KIB, MIB, BenchLease, make_arena
-from kvarena.transfer._copy import Signal
 from kvarena.transfer._same_host_incoming import IncomingTable, Source
 from kvarena.transfer._same_host_leases import LeasedPart, SentLeases, lease_digest, page_ids
 from kvarena.transfer._same_host_pending import SameHostPending
@@ -145,7 +144,7 @@ def launches(engine: SameHostEngine, base: int, rng: np.random.Generator) -> Non
     stream, device = copier._stream, copier._device  # type: ignore[attr-defined]
     launcher = copier._launchers[PAGE, True]  # type: ignore[attr-defined]
     table = copier._tables.take(copier._started)  # type: ignore[attr-defined]
-    cost("is the context current", lambda _i: device.is_current)
+    cost("is the context current", lambda _i: device.is_current())
     one = rng.permutation(8192)[:1]
 
     def wait(number: int) -> None:
@@ -160,7 +159,7 @@ def launches(engine: SameHostEngine, base: int, rng: np.random.Generator) -> Non
         return both
 
     for what, run in (
-        ("kernel launch only (one program)", lambda _i: launcher.launch(1, base, base, table.address)),
+        ("kernel launch only (one program)", lambda _i: launcher.launch(1, base, base, table[2])),
         ("stream store only", lambda _i: stream.write(copier._tables.count_address, copier.ended)),  # type: ignore[attr-defined]
     ):
         times = []
@@ -177,7 +176,7 @@ def launches(engine: SameHostEngine, base: int, rng: np.random.Generator) -> Non
     word = copier.adopt(ring.address, ring.nbytes)
     cost(
         "one page: start and wait, with a completion record",
-        lambda i: wait(copier.copy_pages(base, base, one, one, PAGE, Signal(word, i))),
+        lambda i: wait(copier.copy_pages(base, base, one, one, PAGE, (word, i, ring.fail))),
     )
     copier.disown(ring.address)
     ring.close()

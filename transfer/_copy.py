@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +42,12 @@ class Clock(Protocol):
         ...
 
 
-class Signal(NamedTuple):
-    """What a copy leaves in memory that another process watches, when its bytes are there."""
+Signal: TypeAlias = tuple[int, int, Callable[[int], None]]
+"""What a copy leaves in memory that another process watches, when its bytes are there.
 
-    word: int
-    """Address of 8 bytes, as `Copier.adopt` answered; 0: nobody watches."""
-    value: int
-    failed: Callable[[int], None] | None = None
-    """Called with `value` before, if the copy fails after it was started and those behind it go on."""
+The address of 8 bytes (see `Copier.adopt`), the value that is stored there, and what is called with that
+value before, if the copy fails after it was started and those behind it go on.
+"""
 
 
 class Copier(Clock, Protocol):
@@ -128,14 +126,16 @@ class Copier(Clock, Protocol):
         ...
 
 
-def await_clock(has_ended: Callable[[int], bool], number: int, timeout: float | None) -> bool:
-    """`Clock.wait` by looking: at first without a pause, then more and more rarely."""
+def await_clock(
+    has_ended: Callable[[int], bool], number: int, timeout: float | None, *, spin: bool = True
+) -> bool:
+    """`Clock.wait` by looking: at first without a pause (if `spin`), then more and more rarely."""
     if has_ended(number):
         return True
     now = time.perf_counter
     start = now()
     spun = start + (_SPIN_SECONDS if timeout is None else min(_SPIN_SECONDS, timeout))
-    while now() < spun:
+    while spin and now() < spun:
         for _ in range(_LOOKS):
             if has_ended(number):
                 return True

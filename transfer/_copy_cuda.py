@@ -16,7 +16,7 @@ from cuda.bindings import driver as cu
 from kvarena.transfer._copy import Int64, Signal, await_clock
 from kvarena.transfer._copy_kernel import Tuning, compile_pages, compile_spans, page_tuning
 from kvarena.transfer._copy_launch import Device, Launcher, Stream, check
-from kvarena.transfer._copy_tables import HALF_WORDS, TABLE_WORDS, Tables
+from kvarena.transfer._copy_tables import HALF_WORDS, Tables
 
 __all__ = ["CudaCopier"]
 
@@ -124,7 +124,7 @@ class CudaCopier:
     ) -> int:
         """See `Copier.copy_pages`."""
         with self._lock:
-            if self._device.is_current:  # a thread that works on a device has its context already
+            if self._device.is_current():  # a thread that works on a device has its context already
                 return self._pages(src_base, dst_base, src_pages, dst_pages, page_bytes, signal, after)
             with self._device.current():
                 return self._pages(src_base, dst_base, src_pages, dst_pages, page_bytes, signal, after)
@@ -139,7 +139,7 @@ class CudaCopier:
     ) -> int:
         """See `Copier.copy_spans`."""
         with self._lock:
-            if self._device.is_current:
+            if self._device.is_current():
                 return self._spans(src, dst, lengths, signal, after)
             with self._device.current():
                 return self._spans(src, dst, lengths, signal, after)
@@ -174,20 +174,24 @@ class CudaCopier:
         launcher = self._launchers.get((page_bytes, aligned)) or self._launcher(page_bytes, aligned)
         spans = -(-page_bytes // launcher.span_bytes)
         count = src_pages.size
-        start = 0
-        while True:
-            stop = min(start + HALF_WORDS, count)
-            number = self._started + 1
-            words, address = self._tables.take(number)
-            here = stop - start
-            words[:here] = src_pages[start:stop] if here < count else src_pages
-            words[HALF_WORDS : HALF_WORDS + here] = dst_pages[start:stop] if here < count else dst_pages
-            if here:
-                launcher.launch(here * spans, src_base, dst_base, address)
-            if stop == count:
-                return self._finish(number, signal)
-            self._finish(number, None)
-            start = stop
+        while count > HALF_WORDS:
+            here, src_pages = src_pages[:HALF_WORDS], src_pages[HALF_WORDS:]
+            there, dst_pages = dst_pages[:HALF_WORDS], dst_pages[HALF_WORDS:]
+            self._launch_pages(launcher, spans, src_base, dst_base, here, there)
+            self._finish(self._started + 1, None)
+            count -= HALF_WORDS
+        if count:
+            self._launch_pages(launcher, spans, src_base, dst_base, src_pages, dst_pages)
+        return self._finish(self._started + 1, signal)
+
+    def _launch_pages(
+        self, launcher: Launcher, spans: int, src_base: int, dst_base: int, src: Int64, dst: Int64
+    ) -> None:
+        count = src.size
+        sources, targets, address = self._tables.take(self._started + 1)
+        sources[:count] = src
+        targets[:count] = dst
+        launcher.launch(count * spans, src_base, dst_base, address)
 
     def _spans(self, src: Int64, dst: Int64, lengths: Int64, signal: Signal | None, after: int | None) -> int:
         if after is not None:
@@ -206,20 +210,20 @@ class CudaCopier:
         launcher = self._launcher(0, int(np.bitwise_or.reduce(src | dst | lengths)) % 16 == 0)
         rows = _cut(src, dst, lengths, launcher.span_bytes)
         rows[:, 2] //= launcher.kernel.word_bytes
-        step = TABLE_WORDS // 3
+        step = HALF_WORDS // 3
         for start in range(0, len(rows), step):
             batch = rows[start : start + step]
             number = self._started + 1
-            table = self._tables.take(number)
-            table.words[: batch.size] = batch.ravel()
-            launcher.launch(len(batch), table.address)
+            words, _, address = self._tables.take(number)
+            words[: batch.size] = batch.ravel()
+            launcher.launch(len(batch), address)
             self._finish(number, None)
 
     def _finish(self, number: int, signal: Signal | None) -> int:
         """All of a copy, or of a launch of it, is on the stream: let it count."""
         self._started = number
-        if signal is not None and signal.word:
-            self._stream.write(signal.word, signal.value)
+        if signal is not None:
+            self._stream.write(signal[0], signal[1])
         self._stream.write(self._count, number)
         return number
 

@@ -125,15 +125,15 @@ class HostCopier:
                 work()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
                 self._fail(number, str(error), signal)
-            if signal is not None and signal.word:
-                ctypes.c_uint64.from_address(signal.word).value = signal.value
+            if signal is not None:
+                ctypes.c_uint64.from_address(signal[0]).value = signal[1]
             self._ended = number
 
     def _fail(self, number: int, why: str, signal: Signal | None) -> None:
         self._failures[number] = why
         try:
-            if signal is not None and signal.failed is not None:
-                signal.failed(signal.value)
+            if signal is not None:
+                signal[2](signal[1])
         except Exception:  # noqa: BLE001 - a thread that serves others must live on
             _log.exception("a failed copy could not be reported")
 

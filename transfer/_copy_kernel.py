@@ -89,6 +89,8 @@ def _copy_spans(  # type: ignore[no-untyped-def]
 
 def page_tuning(page_bytes: int) -> Tuning:
     """How pages of this size are cut best: measured on an H200 (docs/engines/same-host.md)."""
+    if page_bytes % (128 * 1024) == 0:
+        return Tuning(128 * 1024, 32)
     if page_bytes % (64 * 1024) == 0:
         return Tuning(64 * 1024, 16)
     return Tuning()

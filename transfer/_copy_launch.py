@@ -60,7 +60,6 @@ class Device:
         self._seen_at = ctypes.byref(self._seen)
         self._get_current = self.calls.cuCtxGetCurrent
 
-    @property
     def is_current(self) -> bool:
         """Whether this thread has the device's context. The caller locks."""
         self._get_current(self._seen_at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, final
+from typing import Any, TypeAlias, final
 
 from cuda.bindings import driver as cu
 from kvarena.transfer._copy import await_clock
@@ -18,12 +18,9 @@ _TABLES = 32
 _COUNT_BYTES = 4096
 
 
-class Table(NamedTuple):
-    """One of them."""
-
-    words: Any
-    """A memoryview of int64, in the format that NumPy gives int64: a copy into it is one call."""
-    address: int
+Table: TypeAlias = tuple[Any, Any, int]
+"""Two memoryviews of int64 (first half, second half; in the format that NumPy gives int64: a copy into
+them is one call), and the address of the first."""
 
 
 @final
@@ -45,12 +42,13 @@ class Tables:
         self._count[0] = 0
         words: Any = (ctypes.c_uint8 * nbytes).from_address(self._address + _COUNT_BYTES)
         view = memoryview(words).cast("B").cast("l")
-        self._tables = [
-            Table(
-                view[index * TABLE_WORDS : (index + 1) * TABLE_WORDS],
-                self._address + _COUNT_BYTES + index * TABLE_WORDS * 8,
+        self._tables: list[Table] = [
+            (
+                view[start : start + HALF_WORDS],
+                view[start + HALF_WORDS : start + TABLE_WORDS],
+                self._address + _COUNT_BYTES + start * 8,
             )
-            for index in range(_TABLES)
+            for start in range(0, _TABLES * TABLE_WORDS, TABLE_WORDS)
         ]
         self._users = [0] * _TABLES
         self._next = 0
@@ -68,7 +66,7 @@ class Tables:
         """A table that nothing reads any more, for the launch of that number."""
         index = self._next
         user = self._users[index]
-        while self._count[0] < user:
+        while self._count[0] < user:  # only when as many launches as there are tables are under way
             if not await_clock(self.has_ended, user, 1.0) and (why := self._stream.fault()):
                 raise RuntimeError(why)
         self._next = (index + 1) % _TABLES

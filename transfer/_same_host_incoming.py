@@ -68,7 +68,8 @@ class Incoming:
         TransferTimeout
             They were not there after `timeout` seconds.
         """
-        over = await_clock(self._look, 0, timeout)
+        # Where our own loop's thread makes the copies, it must not wait for the interpreter.
+        over = await_clock(self._look, 0, timeout, spin=not self._table.pulls)
         if self.error is not None:
             raise self.error
         if not over:
@@ -138,6 +139,8 @@ class IncomingTable:
         self._waiting: dict[LeaseKey, Incoming] = {}
         self._by_digest: dict[bytes, Incoming] = {}
         self._sources: tuple[Source, ...] = ()
+        self.pulls = False
+        """Whether a sender has asked that we make the copies."""
 
     def expect(self, lease: PageLease, epoch: int, sender: str | None) -> Incoming:
         """Wait for one more; raises `LeaseError` if it is awaited already."""

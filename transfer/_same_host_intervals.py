@@ -11,9 +11,11 @@ import numpy.typing as npt
 from kvarena.transfer.protocol import Region
 from kvarena.transfer.regions import coalesce
 
-__all__ = ["Intervals"]
+__all__ = ["Intervals", "PageBounds", "highest"]
 
 Int64 = npt.NDArray[np.int64]
+_UINT64 = np.dtype(np.uint64)
+_maximum = np.maximum.reduce
 
 
 @final
@@ -39,6 +41,11 @@ class Intervals:
         index = bisect_right(self._starts, end - 1) - 1
         return index >= 0 and self._ends[index] > start
 
+    def pages_from(self, base: int, page_bytes: int) -> int:
+        """How many pages from an address on are inside, one after the other."""
+        index = bisect_right(self._starts, base) - 1
+        return max(0, (self._ends[index] - base) // page_bytes) if index >= 0 else 0
+
     def first_outside(self, starts: Int64, lengths: Int64) -> int | None:
         """The index of the first range that is not inside, or None; an empty range may be anywhere."""
         ends = starts + lengths
@@ -55,10 +62,33 @@ class Intervals:
         """Whether every page of a non-empty list is inside."""
         # One pass instead of two: as unsigned, a negative page is a huge one. What lies between the
         # base and the highest page is nearly always one interval.
-        high = int(np.maximum.reduce(pages.view(np.uint64)))
+        high = highest(pages)
         if self.covers(base, base + (high + 1) * page_bytes):
             return True
         if base + (high + 1) * page_bytes >= 1 << 63:
             return False
         starts = base + pages * page_bytes
         return self.first_outside(starts, np.full_like(starts, page_bytes)) is None
+
+
+@final
+class PageBounds:
+    """`Intervals.pages_from` of what was asked last: one pool asks the same again and again."""
+
+    __slots__ = ("_base", "_intervals", "_page_bytes", "_pages")
+
+    def __init__(self) -> None:
+        self._intervals: Intervals | None = None
+        self._base = self._page_bytes = self._pages = 0
+
+    def pages(self, intervals: Intervals, base: int, page_bytes: int) -> int:
+        """The answer."""
+        if intervals is not self._intervals or base != self._base or page_bytes != self._page_bytes:
+            self._pages = intervals.pages_from(base, page_bytes)
+            self._intervals, self._base, self._page_bytes = intervals, base, page_bytes
+        return self._pages
+
+
+def highest(pages: Int64) -> int:
+    """Of a list of page ids, -1 for none; a negative one counts as huge."""
+    return int(_maximum(pages.view(_UINT64))) if pages.size else -1

@@ -12,7 +12,7 @@ from typing import Protocol, final
 import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._copy import Int64
-from kvarena.transfer._same_host_intervals import Intervals
+from kvarena.transfer._same_host_intervals import highest
 from kvarena.transfer.errors import LeaseError
 
 __all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest", "page_ids"]
@@ -69,7 +69,6 @@ class LeasedPart:
 
     __slots__ = (
         "_bitmap",
-        "_inside",
         "_left",
         "_low",
         "_order",
@@ -101,7 +100,6 @@ class LeasedPart:
         self._bitmap: npt.NDArray[np.uint8] | None = None
         self._order: Int64 | None = None
         self._written: npt.NDArray[np.bool_] | None = None
-        self._inside: tuple[Intervals, int, int] | None = None
         self.digest = digest
         self.index = sorted(lease.pages).index(sub_pool)
         """How a record names it."""
@@ -111,16 +109,6 @@ class LeasedPart:
         """Whether nothing is left to be written."""
         return self._left == 0
 
-    def is_inside(self, intervals: Intervals, base: int, page_bytes: int) -> bool:
-        """Whether all pages of the lease are in one interval; asked anew only when something changed."""
-        inside = self._inside
-        if inside is not None and inside[0] is intervals and inside[1] == base and inside[2] == page_bytes:
-            return True
-        if not intervals.covers(base, base + (self.high + 1) * page_bytes):
-            return False
-        self._inside = (intervals, base, page_bytes)
-        return True
-
     def index_pages(self) -> None:
         """Make ready for pages in any order."""
         pages = self._pages
@@ -128,41 +116,41 @@ class LeasedPart:
             return
         if self.high < _BITMAP_PAGES:
             bitmap = np.zeros(self.high + 1, np.uint8)
-            bitmap[pages[self._upto :]] = 1
+            bitmap[pages] = 1
             self._bitmap = bitmap
         else:
             self._order = np.argsort(pages)
             self._written = np.zeros(pages.size, np.bool_)
-            self._written[: self._upto] = True
 
     def take(self, request: str, sub_pool: str, pages: Int64) -> None:
         """Mark pages as being written; `LeaseError`, and none is marked, if one cannot be."""
         count, upto = pages.size, self._upto
-        if upto >= 0 and (
-            pages.tobytes() == self._raw
-            if not upto and count == self._left
-            else self._raw[8 * upto : 8 * (upto + count)] == pages.tobytes()
-        ):
-            if self._bitmap is not None:
-                self._bitmap[pages] = 0
-            elif self._written is not None and self._order is not None:
-                self._written[upto : upto + count] = True
-            self._upto = upto + count
-            self._left -= count
+        if upto == 0 and count == self._left:  # as nearly always: all of them, in the lease's order
+            if pages.tobytes() == self._raw:
+                self._upto, self._left = count, 0
+                return
+        elif upto >= 0 and self._raw[8 * upto : 8 * (upto + count)] == pages.tobytes():
+            self._upto, self._left = upto + count, self._left - count
             return
+        self._take_any(request, sub_pool, pages)
+        self._left -= count
+
+    def _take_any(self, request: str, sub_pool: str, pages: Int64) -> None:
         self.index_pages()
+        if self._upto > 0:  # what was written in order was not marked
+            if self._bitmap is not None:
+                self._bitmap[self._pages[: self._upto]] = 0
+            elif self._written is not None:
+                self._written[: self._upto] = True
         if self._bitmap is not None:
             self._take_bits(self._bitmap, request, sub_pool, pages)
         else:
             self._take_sorted(request, sub_pool, pages)
         self._upto = -1  # no longer in order
-        self._left -= count
 
     def _take_bits(self, bitmap: npt.NDArray[np.uint8], request: str, sub_pool: str, pages: Int64) -> None:
-        # As unsigned, a negative page is a huge one.
-        if pages.size and int(pages.view(np.uint64).max()) > self.high:
-            outside = pages[pages.view(np.uint64) > self.high]
-            raise _not_leased(request, sub_pool, outside)
+        if highest(pages) > self.high:
+            raise _not_leased(request, sub_pool, pages[pages.view(np.uint64) > self.high])
         if not bitmap[pages].all():
             outside = pages[~np.isin(pages, self._pages)]
             if outside.size:
@@ -220,7 +208,10 @@ class SentLeases:
                 self._open[key] = parts
 
     def take(self, lease: PageLease, sub_pool: str, pages: Int64) -> LeasedPart:
-        """Ask for these pages; raises `LeaseError`, and changes nothing, if they cannot be written."""
+        """Ask for these pages; raises `LeaseError`, and changes nothing, if they cannot be written.
+
+        When they are under way, `taken` must be called.
+        """
         key = (lease.request, lease.serial)
         with self._lock:
             parts = self._open.get(key)
@@ -235,9 +226,15 @@ class SentLeases:
                 )
             part.take(lease.request, sub_pool, pages)
             self._open[key] = parts
-            if part.is_written and all(other.is_written for other in parts.values()):
-                self._end(key, "has been written whole")
             return part
+
+    def taken(self, lease: PageLease) -> None:
+        """End a lease of which nothing is left to be written."""
+        key = (lease.request, lease.serial)
+        with self._lock:
+            parts = self._open.get(key)
+            if parts is not None and all(part.is_written for part in parts.values()):
+                self._end(key, "has been written whole")
 
     def end(self, key: LeaseKey, why: str) -> None:
         """Nothing more may be written under it."""

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, final
 
-from kvarena.transfer._copy import Copier, Int64, Signal
+from kvarena.transfer._copy import Copier, Int64
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed, SocketLoop
 from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_export import Exports
 from kvarena.transfer._same_host_followers import Follower, Followers
 from kvarena.transfer._same_host_import import MappedArena
-from kvarena.transfer._same_host_leases import PageLease, SentLeases
+from kvarena.transfer._same_host_intervals import PageBounds, highest
+from kvarena.transfer._same_host_leases import LeasedPart, PageLease, SentLeases
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_pull import RemotePull
 from kvarena.transfer._same_host_remote import Remote
@@ -88,6 +89,8 @@ class Peer:
         self._on_gone = on_gone
         self._drain_timeout = drain_timeout
         self._leases = SentLeases()
+        self._own_bounds, self._bounds = PageBounds(), PageBounds()
+        self._fail = ring.fail
         self._word = 0
         self._pull: RemotePull | None = None
         self._follower: Follower | None = None
@@ -180,35 +183,29 @@ class Peer:
             try:
                 if remote.gone is not None:
                     remote.require(count)
-                if count and not self._ours.intervals.covers_pages(src_base, src, page_bytes):
+                ours, arena = self._ours.intervals, remote.arena
+                # One bound, cached, answers for nearly every pool: all from page 0 on is registered.
+                if highest(src) >= self._own_bounds.pages(
+                    ours, src_base, page_bytes
+                ) and not ours.covers_pages(src_base, src, page_bytes):
                     raise self._failure("EINVAL", "source pages are not registered here", count)
-                arena = remote.arena
                 base = arena.peer_base if dst_base is None else dst_base
                 part = self._leases.take(lease, sub_pool, dst)
                 intervals = arena.intervals
-                # All pages of a lease are nearly always in one interval; then these are, too.
-                if not part.is_inside(intervals, base, page_bytes) and not (
-                    count == 0 or intervals.covers_pages(base, dst, page_bytes)
+                # If all pages of the lease are in bounds, these are, too.
+                if count and (
+                    part.high >= self._bounds.pages(intervals, base, page_bytes)
+                    and not intervals.covers_pages(base, dst, page_bytes)
                 ):
                     raise self._unregistered(base, page_bytes, count)
                 if self._pull is not None:
                     self._settle(after)
-                    return self._pull.pages(
+                    pending = self._pull.pages(
                         remote, src_base, src, base, dst, page_bytes, lease, sub_pool, part, self._begin
                     )
-                if count:
-                    ticket = self._begin(part.digest, part.index, count)
-                    signal = Signal(self._word, ticket, self._ring.fail)
                 else:
-                    ticket, signal = 0, None
-                try:
-                    number = self._copier.copy_pages(
-                        src_base, base + arena.shift, src, dst, page_bytes, signal, after
-                    )
-                except BaseException:
-                    if ticket:
-                        self._ring.take_back(ticket)
-                    raise
+                    target = base + arena.shift
+                    pending = self._push(src_base, src, target, dst, page_bytes, lease, part, after)
             except LeaseError:
                 raise  # a wrong page or an old lease is no reason to end the lease that it names
             except TransferFailed as error:
@@ -217,8 +214,11 @@ class Peer:
             except RuntimeError as error:
                 self.give_up(lease, str(error))
                 raise self._failure("copy", str(error), count).of(lease.request) from error
-            remote.started(number)
-        return SameHostPending(self._copier, number, remote, count, lease.request)
+            # From here on it runs: what follows costs no time.
+            self._leases.taken(lease)
+            if self._ring.unread * 2 == RECORDS:
+                self._send(Kind.COLLECT, {})
+        return pending
 
     def admit(self, lease: PageLease) -> None:
         """Get to know a lease before its first page is written, and tell the receiver who will write it."""
@@ -258,18 +258,43 @@ class Peer:
         """Wait for what is under way now; whether it has ended."""
         return self._remote.drain(timeout)
 
+    def _push(
+        self,
+        src_base: int,
+        src: Int64,
+        dst_base: int,
+        dst: Int64,
+        page_bytes: int,
+        lease: PageLease,
+        part: LeasedPart,
+        after: int | None,
+    ) -> SameHostPending:
+        count, copier = dst.size, self._copier
+        if not count:
+            number = copier.copy_pages(src_base, dst_base, src, dst, page_bytes, None, after)
+            return SameHostPending(copier, number, self._remote, count, lease.request)
+        ticket = self._begin(part.digest, part.index, count)
+        try:
+            number = copier.copy_pages(
+                src_base, dst_base, src, dst, page_bytes, (self._word, ticket, self._fail), after
+            )
+        except BaseException:
+            self._ring.take_back(ticket)
+            raise
+        self._remote.started(number)
+        return SameHostPending(copier, number, self._remote, count, lease.request)
+
     def _begin(self, digest: bytes = _NO_LEASE, part: int = 0, pages: int = 0) -> int:
-        ring = self._ring
-        if ring.is_full:
+        epoch = self._remote.arena.epoch
+        ticket = self._ring.begin(digest, part, pages, epoch)
+        if not ticket:
             self._wait_for_room(pages)
-        ticket = ring.begin(digest, part, pages, self._remote.arena.epoch)
-        if ring.is_half_full:
-            self._send(Kind.COLLECT, {})
+            ticket = self._ring.begin(digest, part, pages, epoch)
         return ticket
 
     def _wait_for_room(self, operations: int) -> None:
         deadline = time.monotonic() + self._drain_timeout
-        while self._ring.is_full:
+        while self._ring.unread >= RECORDS:
             if not self._channel.is_open or time.monotonic() > deadline:
                 raise self._failure("peer", f"it leaves {RECORDS} finished copies unread", operations)
             self._send(Kind.COLLECT, {})

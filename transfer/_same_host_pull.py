@@ -178,7 +178,7 @@ class Puller:
             with self.remote.lock:
                 if any(self._ring.has_failed(before) for before in range(first, number)):
                     raise self._failure("an earlier part of it failed")
-                signal = Signal(self._word, number, self._ring.fail)
+                signal: Signal = (self._word, number, self._ring.fail)
                 started = self._spans(body, signal) if key is None else self._pages(body, key, signal)
                 self.remote.started(started)
         except WireError:

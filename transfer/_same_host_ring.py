@@ -25,6 +25,7 @@ _RECORD_BYTES = 64
 _HEADER_BYTES = 4096
 _BYTES = _HEADER_BYTES + RECORDS * _RECORD_BYTES
 _RECORD = struct.Struct("<16sQQQ")
+_pack = _RECORD.pack_into
 # Words of 8 bytes; what one side writes has a cache line of its own.
 _ENDED, _READ = 0, 8
 _FAILED, _NUMBER = 6, 7
@@ -100,23 +101,21 @@ class Ring:
             return False
 
     @property
-    def is_full(self) -> bool:
-        """Whether the next record would overwrite one that is not read."""
-        return self.started - self._words[_READ] >= RECORDS
-
-    @property
-    def is_half_full(self) -> bool:
-        """Whether the receiver should read soon."""
-        return (self.started - self._words[_READ]) * 2 == RECORDS
+    def unread(self) -> int:
+        """Copies that were started and not read by the receiver."""
+        return self.started - self._words[_READ]
 
     def begin(self, digest: bytes, part: int, pages: int, epoch: int) -> int:
-        """The sender starts a copy: its record; returns its number. The caller saw that there is room."""
+        """The sender starts a copy: its record; returns its number, or 0 if there is no room."""
+        words = self._words
         number = self.started + 1
+        if number - words[_READ] > RECORDS:
+            return 0
         at = _HEADER_BYTES + number % RECORDS * _RECORD_BYTES
-        _RECORD.pack_into(self._map, at, digest, part, pages, epoch)
+        _pack(self._map, at, digest, part, pages, epoch)
         at >>= 3
-        self._words[at + _FAILED] = 0
-        self._words[at + _NUMBER] = number
+        words[at + _FAILED] = 0
+        words[at + _NUMBER] = number
         self.started = number
         return number
 

@@ -191,6 +191,7 @@ class Server:
             session.puller = self._host.make_puller(
                 session.name, base, reserved, field(body, "memory", str), ring
             )
+            self._incoming.pulls = True
         except (KvArenaError, RuntimeError) as error:
             self._refuse(session, "import", str(error)[:2000])
 

@@ -218,6 +218,7 @@ def test_leased_pages_are_taken_once_in_any_order(pages: list[int], data: st.Dat
         allowed = bool(left) and len(set(wanted)) == len(wanted) and set(wanted) <= left
         if allowed:
             leases.take(lease, "full", np.array(wanted, np.int64))
+            leases.taken(lease)
             left -= set(wanted)
         else:
             with pytest.raises(LeaseError):
