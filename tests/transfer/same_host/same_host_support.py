@@ -90,6 +90,9 @@ class SameHost(EngineHost):
     def send(self, peer: str, lease: Lease, src: list[int], dst: list[int]) -> None:
         self.engine.submit_pages(peer, src, dst, PAGE, lease).wait(10)
 
+    def admit(self, peer: str, lease: Lease) -> None:
+        self.engine.admit(peer, lease)
+
     def attached(self) -> tuple[str, ...]:
         return self.engine.attached
 

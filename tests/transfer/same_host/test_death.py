@@ -110,6 +110,7 @@ def test_closed_engines_leave_no_thread_descriptor_mapping_or_socket(directory: 
         once()
     assert until(lambda: leftovers()[0] <= before[0] and leftovers()[2] <= before[2])
     assert mapped() == 0
+    assert "memfd:kv-done" not in Path("/proc/self/maps").read_text()
     assert list(directory.iterdir()) == []
 
 

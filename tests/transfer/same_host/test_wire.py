@@ -97,7 +97,9 @@ def test_a_server_survives_wellformed_nonsense_of_an_attached_peer(
     server: SameHostEngine, packets: list[tuple[wire.Kind, dict[str, Any]]]
 ) -> None:
     with dial(server) as raw:
-        wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "fuzz", "identity": "fuzz", "device": "host"}))
+        wire.transmit(
+            raw, wire.encode(wire.Kind.HELLO, {"name": "fuzz", "identity": "fuzz", "device": "host"})
+        )
         for kind, body in packets:
             with contextlib.suppress(OSError):
                 wire.transmit(raw, wire.encode(kind, body))
