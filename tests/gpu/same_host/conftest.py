@@ -35,15 +35,14 @@ def processes() -> Iterator[list[object]]:
         process.close()
 
 
-@pytest.fixture(params=["one GPU", "two GPUs"])
-def pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tuple[object, object]]:
+def make_pair(processes: list[object], where: str, way: str) -> Iterator[tuple[object, object]]:
     """A sender here and a receiver in another process; 64 MiB backed and registered on each side."""
     import torch
     from kvarena.transfer.testing import PeerProcess, RemoteHost
-    from same_host_gpu_support import CudaHost, CudaMemory, SecondCudaMemory, make_engine
+    from same_host_gpu_support import CudaHost, CudaMemory, MakeEngine, SecondCudaMemory
 
     memory: Callable[..., CudaMemory] = CudaMemory
-    if request.param == "two GPUs":
+    if where == "two GPUs":
         if torch.cuda.device_count() < 2:
             pytest.skip(f"{torch.cuda.device_count()} CUDA device, two are needed")
         memory = SecondCudaMemory
@@ -51,8 +50,8 @@ def pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tu
     if not isinstance(last, PeerProcess) or not last.alive:
         last = PeerProcess()
         processes.append(last)
-    there = RemoteHost(last, make_engine, memory, 128 * MIB, 64 * MIB, host=CudaHost)
-    here = CudaHost(make_engine, CudaMemory, 128 * MIB, 64 * MIB)
+    there = RemoteHost(last, MakeEngine(), memory, 128 * MIB, 64 * MIB, host=CudaHost)
+    here = CudaHost(MakeEngine(direction=way), CudaMemory, 128 * MIB, 64 * MIB)
     try:
         here.register((0, 64 * MIB))
         there.register((0, 64 * MIB))
@@ -60,3 +59,16 @@ def pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tu
     finally:
         here.close()
         there.close()
+
+
+@pytest.fixture(params=["one GPU", "two GPUs"])
+def pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tuple[object, object]]:
+    """The sender's GPU writes."""
+    yield from make_pair(processes, request.param, "push")
+
+
+@pytest.fixture(params=["one GPU, push", "one GPU, pull", "two GPUs, push", "two GPUs, pull"])
+def either_pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tuple[object, object]]:
+    """The sender's GPU writes, or the receiver's reads."""
+    where, way = request.param.split(", ")
+    yield from make_pair(processes, where, way)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from kvarena.pool import Arena, CudaVmm
 from kvarena.transfer import Lease, Region
@@ -52,8 +54,14 @@ class SecondCudaMemory(CudaMemory):
     device = 1
 
 
-def make_engine(memory: CudaMemory) -> SameHostEngine:
-    return SameHostEngine(memory.arena)
+class MakeEngine:
+    """An engine factory with the options of `SameHostEngine`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, memory: CudaMemory) -> SameHostEngine:
+        return SameHostEngine(memory.arena, **self.options)
 
 
 class CudaHost(EngineHost):

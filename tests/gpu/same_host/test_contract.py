@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 from kvarena.transfer.testing import TransferEngineContract
-from same_host_gpu_support import CudaMemory, make_engine
+from same_host_gpu_support import CudaMemory, MakeEngine
 
 pytestmark = pytest.mark.gpu
 
 
 class TestSameHostEngineOnCuda(TransferEngineContract):
-    engine_factory = staticmethod(make_engine)
+    engine_factory = MakeEngine()
+    memory_factory = CudaMemory
+    leak_allowance = (8, 64, 4)
+
+
+class TestPulledOnCuda(TransferEngineContract):
+    """The receiver's process copies."""
+
+    engine_factory = MakeEngine(direction="pull")
     memory_factory = CudaMemory
     leak_allowance = (8, 64, 4)

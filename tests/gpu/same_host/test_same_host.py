@@ -37,8 +37,10 @@ def lease_of(pages: np.ndarray, serial: int = 1) -> object:
     ("page_bytes", "pages"),
     [(65536, 500), (16384, 2000), (20480, 700), (3008, 9000), (100, 20000), (16, 300_000), (MIB, 30)],
 )
-def test_random_pages_arrive_and_no_other_byte_changes(pair: Pair, page_bytes: int, pages: int) -> None:
-    here, there = pair
+def test_random_pages_arrive_and_no_other_byte_changes(
+    either_pair: Pair, page_bytes: int, pages: int
+) -> None:
+    here, there = either_pair
     sent = randomize(here)
     there.process.call("fill", 0xA5)
     rng = np.random.default_rng(page_bytes)
@@ -66,8 +68,10 @@ def test_random_pages_arrive_and_no_other_byte_changes(pair: Pair, page_bytes: i
     ],
     ids=["whole", "large", "odd", "many"],
 )
-def test_ranges_arrive_and_no_other_byte_changes(pair: Pair, copies: list[tuple[int, int, int]]) -> None:
-    here, there = pair
+def test_ranges_arrive_and_no_other_byte_changes(
+    either_pair: Pair, copies: list[tuple[int, int, int]]
+) -> None:
+    here, there = either_pair
     sent = np.frombuffer(randomize(here), np.uint8)
     there.process.call("fill", 0xA5)
     peer = here.engine.connect(there.describe())
@@ -79,8 +83,8 @@ def test_ranges_arrive_and_no_other_byte_changes(pair: Pair, copies: list[tuple[
     assert there.read(0, 64 * MIB) == expected.tobytes()
 
 
-def test_a_copy_waits_for_the_stream_that_writes_its_source(pair: Pair) -> None:
-    here, there = pair
+def test_a_copy_waits_for_the_stream_that_writes_its_source(either_pair: Pair) -> None:
+    here, there = either_pair
     peer = here.engine.connect(there.describe())
     here.engine.prepare(16384)
     stream = torch.cuda.Stream()
@@ -89,6 +93,7 @@ def test_a_copy_waits_for_the_stream_that_writes_its_source(pair: Pair) -> None:
         here.memory.arena.tensor[: 64 * MIB].fill_(0x3C)
     pages = np.arange(4096)
     lease = lease_of(pages)
+    there.process.call("expect", lease)
     pending = here.engine.submit_pages(
         peer,
         pages,
@@ -99,6 +104,25 @@ def test_a_copy_waits_for_the_stream_that_writes_its_source(pair: Pair) -> None:
     )
     pending.wait(20)
     assert there.read(0, 64 * MIB) == b"\x3c" * (64 * MIB)
+
+
+def test_the_receiver_hears_from_the_sender_alone(either_pair: Pair) -> None:
+    """Nobody in the sending process looks at the copy, and the receiver knows all the same."""
+    here, there = either_pair
+    sent = randomize(here)
+    peer = here.engine.connect(there.describe())
+    pages = np.random.default_rng(9).permutation(4096)[:700]
+    lease = lease_of(pages)
+    there.process.call("expect", lease)
+    pending = [
+        here.engine.submit_pages(peer, part, part, 16384, lease)  # type: ignore[arg-type]
+        for part in np.array_split(pages, 7)
+    ]
+    assert there.process.call("arrived")
+    rows = np.frombuffer(there.read(0, 64 * MIB), np.uint8).reshape(4096, 16384)
+    assert np.array_equal(rows[pages], np.frombuffer(sent, np.uint8).reshape(4096, 16384)[pages])
+    for one in pending:
+        one.wait(10)
 
 
 def test_growth_and_give_back_under_traffic(pair: Pair) -> None:
