@@ -122,9 +122,12 @@ class TwoHosts:
 
     def report(self, *, resent: int) -> HostsReport:
         """What happened."""
+        down_s = self._down_s
+        if self._is_down and self._cut_at is not None:
+            down_s = time.monotonic() - self._cut_at
         return HostsReport(
             addresses={str(role): address for role, address in _ADDRESSES.items()},
-            cut_s=self._down_s,
+            cut_s=down_s,
             moved_before=self._moved[0],
             moved_after=self._moved[1],
             resent=resent,

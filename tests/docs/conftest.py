@@ -147,7 +147,8 @@ def _scrape(ports: range, process: subprocess.Popen[str], answers: dict[int, str
         for port in ports:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                    answers[port] = answer.read().decode()
+                    # A process that ends while it answers says nothing.
+                    answers[port] = answer.read().decode() or answers.get(port, "")
             except OSError:
                 continue  # not serving yet, or no longer
         time.sleep(0.1)

@@ -100,11 +100,15 @@ class Arrivals:
         del self._expected[arrival.sequence.rid]
         self._take_back(arrival, why)
 
-    def rest(self) -> list[Arrival]:
-        """A peer is lost that might still write: what is expected is given up, its pages stay with nobody."""
-        lost = list(self._expected.values())
+    def rest(self, peer: bytes | None = None) -> list[Arrival]:
+        """What is expected of a peer (None: of any) is given up, its pages stay with nobody.
+
+        For a peer that might still write: these pages must not go to anyone else.
+        """
+        lost = [arrival for arrival in self._expected.values() if peer in (None, arrival.peer)]
         self._quarantine += lost
-        self._expected.clear()
+        for arrival in lost:
+            del self._expected[arrival.sequence.rid]
         return lost
 
     def end(self, why: str) -> None:

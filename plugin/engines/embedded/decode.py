@@ -132,6 +132,8 @@ class DecodeServer:
         elif isinstance(message, control.Refused):
             self._emit(message)
             self._forget(peer)
+            for arrival in self._arrivals.rest(peer):
+                self._error(arrival.sequence, f"the prefill worker serves no longer: {message.what}")
         elif peer not in self._peers:
             return
         elif isinstance(message, control.PrefillDone):

@@ -21,7 +21,7 @@ from kvarena.plugin.engines.embedded.peers import (
 from kvarena.plugin.engines.embedded.requests import Sequence
 from kvarena.plugin.engines.embedded.scheduler import ChunkedPrefill
 from kvarena.plugin.engines.embedded.sending import Job, Outbox
-from kvarena.transfer import Lease
+from kvarena.transfer import Lease, TransferFailed
 
 if TYPE_CHECKING:
     from kvarena.plugin.engines.embedded.engine import Engine
@@ -50,6 +50,8 @@ class PrefillServer:
         self.elastic = Elastic(engine)
         self._peer = ""
         self._welcome = b""
+        self._stale_since: float | None = None
+        """Since when the peer's last registration is announced, but could not be taken over."""
         self._queue: deque[Job] = deque()
         self._current: tuple[Job, ChunkedPrefill] | None = None
         self._outbox = Outbox(engine, self._timeout)
@@ -76,6 +78,8 @@ class PrefillServer:
         PeerLost
             The decode worker has been silent for too long. Every page has been released.
         """
+        for resized in self.elastic.step():
+            self._emit(resized)
         if self.link is None:
             return
         for message in self.link.receive():
@@ -85,9 +89,11 @@ class PrefillServer:
         self.link.ping(ping_interval(self._timeout))
         if self.link.silence() > silence_limit(self._timeout):
             raise self._lost(f"no word from it for {self.link.silence():.1f} s")
-        for resized in self.elastic.step():
-            self._emit(resized)
-        self._advance()
+        self._catch_up()
+        if self.refused:
+            return
+        if self._stale_since is None:
+            self._advance()
         for job in self._outbox.step(time.monotonic() - self.link.silence(), self._reconnect):
             self._end(job)
         self._engine.note(resent=self._outbox.resent)
@@ -110,15 +116,33 @@ class PrefillServer:
             self._abort(message.rid)
 
     def _take_welcome(self, welcome: control.Welcome) -> None:
+        known = self._peer
         try:
             check_peer(self._engine, welcome.pages, welcome.model)
-            known, self._peer = self._peer, self._engine.channel.connect(welcome.pages)
             self._welcome = welcome.pages
+            self._reconnect()
         except KvArenaError as error:
-            self._refuse(str(error), tell=True)
+            if known and isinstance(error, TransferFailed):
+                # It is the peer that we serve, and it lives: the connection may come back.
+                self._stale_since = self._stale_since or time.monotonic()
+            else:
+                self._refuse(str(error), tell=True)
             return
+        self._stale_since = None
         if not known:
             self._emit(control.Connected())
+
+    def _catch_up(self) -> None:
+        """Take a registration over that could not be when it was announced."""
+        if self._stale_since is None:
+            return
+        try:
+            self._reconnect()
+        except KvArenaError as error:
+            if time.monotonic() - self._stale_since > self._timeout:
+                self._refuse(str(error), tell=True)
+            return
+        self._stale_since = None
 
     def _reconnect(self) -> str:
         """After a lost connection an engine may have forgotten the peer."""

@@ -10,7 +10,8 @@ from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.config import EngineConfig
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request, Result
-from kvarena.transfer import Capabilities, RecordingEngine
+from kvarena.transfer import Capabilities, RecordingEngine, TransferEngine
+from kvarena.transfer.testing import FailingEngine
 
 if TYPE_CHECKING:
     from conftest import Pair  # type: ignore[import-not-found]
@@ -30,8 +31,8 @@ def _slow() -> RecordingEngine:
 def make_elastic(make_engine: MakeEngine, small: EngineConfig) -> Callable[..., Engine]:
     """Engines whose pools have room to grow."""
 
-    def make(transfer: RecordingEngine | None = None) -> Engine:
-        return make_engine(small.evolve(reserved_bytes=2 << 20), transfer=transfer, pool_bytes=BASE)
+    def make(transfer: TransferEngine | None = None, **more: float) -> Engine:
+        return make_engine(small.evolve(reserved_bytes=2 << 20), transfer=transfer, pool_bytes=BASE, **more)
 
     return make
 
@@ -190,3 +191,39 @@ def test_changes_that_cannot_be(make_elastic: Callable[..., Engine], make_pair: 
         assert (engine.report()["capacities"], engine.ledger.regions) == before, change
     assert engine.report()["growth"]["refused"] == 5
     assert engine.report()["problems"] == []
+
+
+def test_an_announcement_that_cannot_be_followed_at_once(
+    make_elastic: Callable[..., Engine],
+    make_pair: MakePair,
+    generate: Callable[..., dict[int, Result]],
+    texts: list[Request],
+) -> None:
+    # The second and third connection fail: as when the network is away at the moment of growth.
+    failing = FailingEngine(RecordingEngine(), fail_at=(2, 3), ops=("connect",))
+    pair = make_pair(make_elastic(failing), make_elastic())
+    pair.connect()
+    assert _ask(pair, "decode", control.Grow(STEP)).error == ""
+    served = pair.serve(texts)
+    right = generate(texts)
+    assert {rid: r.tokens for rid, r in served.items()} == {rid: r.tokens for rid, r in right.items()}
+    assert failing.count == 4
+    assert pair.prefill.refused == ""
+
+
+def test_an_announcement_that_can_never_be_followed(
+    make_engine: MakeEngine, make_elastic: Callable[..., Engine], make_pair: MakePair, texts: list[Request]
+) -> None:
+    failing = FailingEngine(RecordingEngine(), fail_at=range(2, 200_000), ops=("connect",))
+    pair = make_pair(make_elastic(failing, timeout=0.5), make_elastic())
+    pair.connect()
+    assert _ask(pair, "decode", control.Grow(STEP)).error == ""
+    pair.decode.submit(texts[3])
+    pair.turn_until(lambda: bool(pair.prefill.refused))
+    assert "INJECTED" in pair.prefill.refused
+    pair.turn_until(lambda: pair.heard("decode", control.Refused))
+    # What it had been given is answered, and what comes next waits for another worker.
+    assert "serves no longer" in pair.results[texts[3].rid].error
+    pair.decode.submit(texts[4])
+    pair.decode.step()
+    assert texts[4].rid not in pair.results
