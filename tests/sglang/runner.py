@@ -58,9 +58,7 @@ def configurator(rig: Any, module: Any, page_size: int) -> Any:
         "pp_size": 1,
         "attn_dp_size": 1,
         "ps": SimpleNamespace(pp_size=1, attn_dp_size=1, tp_size=1),
-        "server_args": SimpleNamespace(
-            swa_full_tokens_ratio=0.8, max_running_requests=None, max_total_tokens=None, dp_size=1
-        ),
+        "server_args": SimpleNamespace(swa_full_tokens_ratio=0.8, max_running_requests=None, pp_size=1),
         "layer_info": SimpleNamespace(
             full_attention_layer_ids=full,
             swa_attention_layer_ids=swa,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
+from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.pool import HostVmm, OutOfMemoryError
 from kvarena.pool.sizing import RanksDisagreeError
@@ -209,6 +210,31 @@ def test_an_allocator_that_cannot_resize_undoes_the_backing(
     for side in bundle.sides:
         side.clear()
     assert rig_module.scalars(bundle) == before
+
+
+class Two(Ranks):
+    """This process twice; the other half has less memory."""
+
+    count = 2  # type: ignore[assignment]
+
+    def exchange(self, mine: Report) -> list[Report]:
+        return [mine, mine._replace(tokens=mine.tokens * 3 // 4)]
+
+
+def test_with_several_ranks_the_least_tokens_decide_and_stock_does_not_reduce(
+    served: Any, runner_module: Any, rig: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's own reduction inside ``config_from_budget`` would wait for a rank that failed before it."""
+    bundle, runner = served()
+    monkeypatch.setattr(Ranks, "of_sglang", classmethod(lambda cls: Two()))
+    monkeypatch.setattr(type(runner.kv_cache_configurator), "_apply_token_constraints", _raise)
+    runner_module.resize(runner)
+    tokens = runner.max_total_num_tokens
+    assert 100 < tokens < 128  # three quarters of what fits
+    assert tokens % 4 == 0
+    window = runner.memory_pool_config.swa_max_total_num_tokens
+    assert bundle.bound.total_bytes == rig.total_bytes(tokens, window)
+    assert rig_module.scalars(bundle) == rig_module.scalars(rig.eager(tokens, window))
 
 
 def test_third_parties_and_settings_lower_the_budget(

@@ -43,9 +43,14 @@ def config_from_budget(
     session = current_session.get()
     if session is None:
         return original(self, budget_bytes, cap_tokens=cap_tokens)
+    page = session.bound.page_size
     return session.solve(
-        lambda budget: original(self, budget, cap_tokens=cap_tokens),
-        lambda tokens: _config_from_tokens(self, tokens, session.bound.page_size),
+        lambda budget: (
+            original(self, budget, cap_tokens=cap_tokens)
+            if session.ranks.count == 1
+            else _config_of_this_rank(self, budget, cap_tokens, page)
+        ),
+        lambda tokens: _solver(self).calculate_pool_sizes_from_max_tokens(tokens, page),
         budget_bytes,
     )
 
@@ -80,11 +85,23 @@ def resize_allocator(original: Callable[..., Any], self: Any, config: Any) -> An
     return None
 
 
-def _config_from_tokens(configurator: Any, tokens: int, page_size: int) -> Any:
+def _config_of_this_rank(configurator: Any, budget: int, cap_tokens: int | None, page_size: int) -> Any:
+    """What stock computes, without its own collective.
+
+    With pipeline stages stock reduces the tokens right here, and a rank that failed before would leave
+    the others waiting. The session agrees on tokens itself; `cap_tokens` is within the user's limit.
+    """
+    solver = _solver(configurator)
+    config = solver.calculate_pool_sizes(budget, page_size)
+    if cap_tokens is not None and cap_tokens < config.max_total_num_tokens:
+        config = solver.calculate_pool_sizes_from_max_tokens(cap_tokens, page_size)
+    return config
+
+
+def _solver(configurator: Any) -> Any:
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
-    solver = create_memory_pool_configurator(configurator)
-    return solver.calculate_pool_sizes_from_max_tokens(tokens, page_size)
+    return create_memory_pool_configurator(configurator)
 
 
 def _family() -> Any:

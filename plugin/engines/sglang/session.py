@@ -53,7 +53,7 @@ class ResizeSession:
         self.attempts = 0
         self.backing_ms = 0.0
         self._family = family
-        self._ranks = ranks
+        self.ranks = ranks
         self._runner = runner
         self._solver: Callable[[int], Any] | None = None
         self._from_tokens: Callable[[int], Any] | None = None
@@ -79,9 +79,9 @@ class ResizeSession:
             except Exception:
                 logger.exception("kvarena: undoing the resize failed in part.")
         self._undo.clear()
-        if not self._told and self._ranks.count > 1:
+        if not self._told and self.ranks.count > 1:
             # The others are, or will be, in an exchange: they must not wait for a rank that has given up.
-            self._ranks.exchange(Report("failed", failure=str(error) or repr(error)))
+            self.ranks.exchange(Report("failed", failure=str(error) or repr(error)))
 
     def undo(self, step: Callable[[], object]) -> None:
         """Remember how to take back what was just done."""
@@ -127,13 +127,13 @@ class ResizeSession:
         self._let_go()
         while True:
             mine, error = self._try_to_back(config)
-            reports = self._ranks.exchange(mine)
+            reports = self.ranks.exchange(mine)
             if not any(report.failure or report.stage != mine.stage for report in reports):
                 break
             self.bound.revert()
             if not self._may_retry(reports, mine.stage):
                 self._told = True
-                if error is not None and self._ranks.count == 1:
+                if error is not None and self.ranks.count == 1:
                     raise error
                 raise_if_failed(reports, mine.stage)
             self.attempts += 1
@@ -180,7 +180,7 @@ class ResizeSession:
         if kept is not None:
             kept.unified_memory_pool_bytes = self.bound.total_bytes
         resize = self.publish()
-        reports = self._ranks.exchange(
+        reports = self.ranks.exchange(
             Report("resized", tokens=config.max_total_num_tokens, nbytes=self.bound.total_bytes)
         )
         self._told = True
@@ -224,7 +224,7 @@ class ResizeSession:
             failure = f"no token fits a budget of {self._budget} bytes"
         if failure and self._lack:
             failure = f"{self._lack} Then: {failure}"
-        reports = self._ranks.exchange(Report("sized", failure=failure, tokens=tokens))
+        reports = self.ranks.exchange(Report("sized", failure=failure, tokens=tokens))
         if any(report.failure or report.stage != "sized" for report in reports):
             self._told = True
             raise_if_failed(reports, "sized")

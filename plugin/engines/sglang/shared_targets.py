@@ -112,6 +112,10 @@ NEEDS = (
     Shape(f"{_POOLS}.UnifiedKVPool._build_mamba_views", "self, spec, anchor_bytes, max_slots"),
     Shape("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", "kvc"),
     Shape(
+        "sglang.srt.model_executor.pool_configurator.MemoryPoolConfigurator.calculate_pool_sizes",
+        "self, available_bytes, page_size",
+    ),
+    Shape(
         "sglang.srt.model_executor.pool_configurator.MemoryPoolConfigurator.calculate_pool_sizes_from_max_tokens",
         "self, max_total_num_tokens, page_size",
     ),
