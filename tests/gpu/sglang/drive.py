@@ -108,11 +108,16 @@ class Server:
             return found
 
     def info(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info", timeout=30) as answer:
-            told = json.load(answer)
-        state = (told.get("internal_states") or [{}])[0]
-        kept = ("version", "max_total_num_tokens", "mem_fraction_static", "max_running_requests")
-        return {name: told.get(name) for name in kept} | {"memory_usage": state.get("memory_usage")}
+        for path in ("server_info", "get_server_info"):  # the newer name first
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=30) as answer:
+                    told = json.load(answer)
+            except OSError:
+                continue
+            state = (told.get("internal_states") or [{}])[0]
+            kept = ("version", "max_total_num_tokens", "mem_fraction_static", "max_running_requests")
+            return {name: told.get(name) for name in kept} | {"memory_usage": state.get("memory_usage")}
+        return {}
 
     def status(self) -> list[dict[str, Any]]:
         """What kvarena's status files of this server say: the ledger and the arena."""
