@@ -119,15 +119,15 @@ def submits(engine: SameHostEngine, peer: str, rng: np.random.Generator, pages: 
     known = engine.peer(peer)
     for lease in leases:
         engine.admit(peer, lease)
-    copier = known._copier
+    copier = known._way._copier
     idle = _Idle()
-    known._copier = idle  # type: ignore[assignment]
+    known._way._copier = idle  # type: ignore[assignment]
     known._ring._words[8] = 1 << 40  # as if all was read
     cost(
         f"{pages} pages: submit_pages but for the copier",
         lambda i: engine.submit_pages(peer, src, ids[i], PAGE, leases[i]),
     )
-    known._copier = copier
+    known._way._copier = copier
     known._remote._flying.clear()
     known._ring._words[8] = known._ring.started
     cost("a pending made", lambda _i: SameHostPending(copier, 1, known._remote, 1, "r"))

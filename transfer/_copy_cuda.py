@@ -76,7 +76,8 @@ class CudaCopier:
     def fault(self) -> str | None:
         """See `Copier.fault`."""
         with self._lock:
-            if self._fault is None and not self._closed:
+            # Nothing is asked while nothing runs: a process that captures graphs may forbid it.
+            if self._fault is None and self._tables.ended < self._started and not self._closed:
                 with self._device.current():
                     self._fault = self._stream.fault()
             return self._fault

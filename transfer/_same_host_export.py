@@ -59,9 +59,11 @@ class Exports:
         self.regions: tuple[Region, ...] = ()
         self.intervals = Intervals()
         self.epoch = 0
+        self._closed = False
 
     def add(self, regions: Sequence[Region]) -> None:
         """Register more; all or nothing. Raises `RegistrationError`."""
+        self._require_open(regions, "register")
         backed_end = self._arena.base + self._arena.backed_bytes
         for region in regions:
             if region.nbytes <= 0:
@@ -88,6 +90,7 @@ class Exports:
 
     def check_held(self, regions: Sequence[Region]) -> list[Region]:
         """What would be left without these. Raises `RegistrationError` unless all are registered."""
+        self._require_open(regions, "unregister")
         left = list(self.regions)
         for region in regions:
             if region not in left:
@@ -109,12 +112,15 @@ class Exports:
 
     def refresh(self) -> bool:
         """Look at the arena's handles again; whether anything changed."""
+        if self._closed:
+            return False
         before = self._held
         self._move(self.regions, Region(self._arena.base, self._arena.backed_bytes))
         return before != self._held
 
     def close(self) -> None:
         """Let every descriptor go."""
+        self._closed = True
         for held in self._held:
             os.close(held.fd)
         self._held, self.regions, self.intervals = (), (), Intervals()
@@ -173,6 +179,13 @@ class Exports:
         if regions != self.regions or tuple(after) != self._held:
             self.epoch += 1
         self._held, self.regions, self.intervals = tuple(after), regions, intervals
+
+    def _require_open(self, regions: Sequence[Region], action: str) -> None:
+        if self._closed:
+            region = Region(*regions[0]) if regions else Region(0, 0)
+            raise RegistrationError(
+                self._engine, region, "EBADF", action=action, meaning="this engine is closed"
+            )
 
     def _refusal(self, region: Region, code: str, meaning: str, *, fix: str = "") -> RegistrationError:
         return RegistrationError(self._engine, region, code, meaning=meaning, fix=fix)

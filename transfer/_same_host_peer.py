@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 from typing import Any, Literal, final
 
@@ -14,19 +13,19 @@ from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_export import Exports
 from kvarena.transfer._same_host_followers import Follower, Followers
 from kvarena.transfer._same_host_import import MappedArena
-from kvarena.transfer._same_host_intervals import PageBounds, highest
-from kvarena.transfer._same_host_leases import LeasedPart, PageLease, SentLeases
+from kvarena.transfer._same_host_intervals import Intervals, PageBounds, highest
+from kvarena.transfer._same_host_leases import PageLease, SentLeases
 from kvarena.transfer._same_host_pending import SameHostPending
-from kvarena.transfer._same_host_pull import RemotePull
+from kvarena.transfer._same_host_pull import Pull
+from kvarena.transfer._same_host_push import Push, Tickets
 from kvarena.transfer._same_host_remote import Remote
-from kvarena.transfer._same_host_ring import RECORDS, Ring
+from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import Kind, Packet, field
 from kvarena.transfer.errors import LeaseError, TransferFailed
 
 __all__ = ["Peer"]
 
 _log = logging.getLogger(__name__)
-_NO_LEASE = bytes(16)
 
 
 @final
@@ -83,29 +82,26 @@ class Peer:
         self.identity = identity
         self.direction: Literal["push", "pull"] = direction
         self._ring = ring
-        self._copier = copier
         self._ours = ours
         self._followers = followers
         self._on_gone = on_gone
         self._drain_timeout = drain_timeout
         self._leases = SentLeases()
         self._own_bounds, self._bounds = PageBounds(), PageBounds()
-        self._fail = ring.fail
-        self._word = 0
-        self._pull: RemotePull | None = None
         self._follower: Follower | None = None
         self._channel = Channel(loop, sock, self.handle, self._end)
+        self._tickets = Tickets(name, ring, self._channel, drain_timeout)
         try:
-            if direction == "push":
-                self._word = copier.adopt(ring.address, ring.nbytes)
-                self._remote = Remote(name, arena, copier, drain_timeout, self._is_hung_up)
-            else:
-                self._pull = RemotePull(ring, self._channel)
-                self._remote = Remote(name, arena, self._pull, drain_timeout, self._is_hung_up)
+            self._way = (
+                Push(self._tickets, copier)
+                if direction == "push"
+                else Pull(self._tickets, self._channel, copier)
+            )
         except RuntimeError:
             arena.close()
             ring.close()
             raise
+        self._remote = Remote(name, arena, self._way.clock, drain_timeout, self._is_hung_up)
         self._lock = self._remote.lock
 
     @property
@@ -153,18 +149,13 @@ class Peer:
         remote, count = self._remote, dst.size
         with self._lock:
             remote.require(count)
-            self._require_inside(self._ours.intervals, src, lengths, "EINVAL", "here")
-            self._require_inside(remote.arena.intervals, dst, lengths, "EFAULT", "there")
+            self._require_here(src, lengths)
+            self._require_there(dst, lengths)
             try:
-                if self._pull is not None:
-                    self._settle(after)
-                    return self._pull.spans(remote, src, dst, lengths, self._begin)
-                target = dst + remote.arena.shift
-                number = self._copier.copy_spans(src, target, lengths, None, after)
+                pending = self._way.spans(remote, src, dst, lengths, after)
             except RuntimeError as error:
                 raise self._failure("copy", str(error), count) from error
-            remote.started(number)
-        return SameHostPending(self._copier, number, remote, count)
+        return pending
 
     def pages(
         self,
@@ -198,14 +189,9 @@ class Peer:
                     and not intervals.covers_pages(base, dst, page_bytes)
                 ):
                     raise self._unregistered(base, page_bytes, count)
-                if self._pull is not None:
-                    self._settle(after)
-                    pending = self._pull.pages(
-                        remote, src_base, src, base, dst, page_bytes, lease, sub_pool, part, self._begin
-                    )
-                else:
-                    target = base + arena.shift
-                    pending = self._push(src_base, src, target, dst, page_bytes, lease, part, after)
+                pending = self._way.pages(
+                    remote, src_base, src, base, dst, page_bytes, lease, sub_pool, part, after
+                )
             except LeaseError:
                 raise  # a wrong page or an old lease is no reason to end the lease that it names
             except TransferFailed as error:
@@ -216,8 +202,7 @@ class Peer:
                 raise self._failure("copy", str(error), count).of(lease.request) from error
             # From here on it runs: what follows costs no time.
             self._leases.taken(lease)
-            if self._ring.unread * 2 == RECORDS:
-                self._send(Kind.COLLECT, {})
+            self._tickets.remind()
         return pending
 
     def admit(self, lease: PageLease) -> None:
@@ -258,55 +243,8 @@ class Peer:
         """Wait for what is under way now; whether it has ended."""
         return self._remote.drain(timeout)
 
-    def _push(
-        self,
-        src_base: int,
-        src: Int64,
-        dst_base: int,
-        dst: Int64,
-        page_bytes: int,
-        lease: PageLease,
-        part: LeasedPart,
-        after: int | None,
-    ) -> SameHostPending:
-        count, copier = dst.size, self._copier
-        if not count:
-            number = copier.copy_pages(src_base, dst_base, src, dst, page_bytes, None, after)
-            return SameHostPending(copier, number, self._remote, count, lease.request)
-        ticket = self._begin(part.digest, part.index, count)
-        try:
-            number = copier.copy_pages(
-                src_base, dst_base, src, dst, page_bytes, (self._word, ticket, self._fail), after
-            )
-        except BaseException:
-            self._ring.take_back(ticket)
-            raise
-        self._remote.started(number)
-        return SameHostPending(copier, number, self._remote, count, lease.request)
-
-    def _begin(self, digest: bytes = _NO_LEASE, part: int = 0, pages: int = 0) -> int:
-        epoch = self._remote.arena.epoch
-        ticket = self._ring.begin(digest, part, pages, epoch)
-        if not ticket:
-            self._wait_for_room(pages)
-            ticket = self._ring.begin(digest, part, pages, epoch)
-        return ticket
-
-    def _wait_for_room(self, operations: int) -> None:
-        deadline = time.monotonic() + self._drain_timeout
-        while self._ring.unread >= RECORDS:
-            if not self._channel.is_open or time.monotonic() > deadline:
-                raise self._failure("peer", f"it leaves {RECORDS} finished copies unread", operations)
-            self._send(Kind.COLLECT, {})
-            time.sleep(1e-3)
-
     def _is_hung_up(self) -> bool:
         return self._channel.is_hung_up
-
-    def _settle(self, after: int | None) -> None:
-        """The peer cannot wait for a stream of ours."""
-        if after is not None:
-            self._copier.settle(after)
 
     def _revoke(self, packet: Packet) -> None:
         key = (field(packet.body, "request", str), field(packet.body, "serial", int))
@@ -322,27 +260,23 @@ class Peer:
             _log.debug("%s was not told %s: it is gone", self.name, kind.name)
 
     def _end(self, reason: str) -> None:
-        # A receiver that made the copies does not count any more.
-        if self._remote.end(reason, None if self._pull is None else self._pull.stop):
-            if self._word:
-                self._copier.disown(self._ring.address)
+        if self._remote.end(reason, self._way.stop):
+            self._way.close()
             self._ring.close()
         if self._follower is not None:
             self._followers.remove(self._follower)
         self._on_gone(self)
 
-    def _require_inside(self, intervals: Any, starts: Int64, lengths: Int64, code: str, where: str) -> None:
-        if starts.size == 1:  # the usual case: one run
-            start = int(starts[0])
-            if intervals.covers(start, start + int(lengths[0])) or not lengths[0]:
-                return
-        outside = intervals.first_outside(starts, lengths)
-        if outside is None:
-            return
-        address, nbytes = int(starts[outside]), int(lengths[outside])
-        if where == "there":
-            raise self._unregistered(address, nbytes, starts.size)
-        raise self._failure(code, f"{nbytes} bytes at {address:#x} here are not registered", starts.size)
+    def _require_here(self, starts: Int64, lengths: Int64) -> None:
+        outside = _outside(self._ours.intervals, starts, lengths)
+        if outside is not None:
+            where = f"{int(lengths[outside])} bytes at {int(starts[outside]):#x} here"
+            raise self._failure("EINVAL", f"{where} are not registered", starts.size)
+
+    def _require_there(self, starts: Int64, lengths: Int64) -> None:
+        outside = _outside(self._remote.arena.intervals, starts, lengths)
+        if outside is not None:
+            raise self._unregistered(int(starts[outside]), int(lengths[outside]), starts.size)
 
     def _failure(self, code: str, why: str, operations: int) -> TransferFailed:
         return TransferFailed("same-host", self.name, code, why, operations=operations)
@@ -356,3 +290,12 @@ class Peer:
             operations=operations,
             fix="Connect to its new description if it has grown.",
         )
+
+
+def _outside(intervals: Intervals, starts: Int64, lengths: Int64) -> int | None:
+    """`Intervals.first_outside`, sooner for the usual case of one run."""
+    if starts.size == 1:
+        start = int(starts[0])
+        if intervals.covers(start, start + int(lengths[0])):
+            return None
+    return intervals.first_outside(starts, lengths)

@@ -21,7 +21,7 @@ from kvarena.transfer._same_host_memory import ArenaMemory
 from kvarena.transfer._same_host_peer import Peer
 from kvarena.transfer._same_host_pull import Puller
 from kvarena.transfer._same_host_ring import Ring
-from kvarena.transfer.errors import Difference, ManifestMismatch, TransferFailed
+from kvarena.transfer.errors import Difference, ManifestMismatch, QuiesceTimeout, TransferFailed
 
 if TYPE_CHECKING:
     from kvarena.transfer.manifest import Manifest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PeerSettings", "Peers", "Welcomes"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PeerSettings:
     """What an engine is, to its peers."""
 
@@ -135,6 +135,21 @@ class Peers:
                 self._forget(peer)
                 raise PeerRefused(wanted.name, "unreachable", peer.gone)
             return peer.name
+
+    def drain(self, timeout: float) -> None:
+        """Wait for all copies to all of them. Raises `QuiesceTimeout`."""
+        for peer in self.all:
+            if not peer.drain(timeout):
+                raise QuiesceTimeout(
+                    f"Transfers to {peer.name} did not end", in_flight=peer.in_flight, seconds=timeout
+                )
+
+    def look_at_copier(self) -> None:
+        """Nobody may be waiting when the device dies: let the receivers know."""
+        why = self._copier.fault()
+        if why is not None:
+            for peer in self.all:
+                peer.close(why)
 
     def disconnect(self, key: str) -> None:
         """Forget one; waits for what is under way."""

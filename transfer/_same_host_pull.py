@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
-from kvarena.transfer._copy import Copier, Int64, Signal, await_clock
+from kvarena.transfer._copy import Clock, Copier, Int64, Signal, await_clock
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed
 from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_export import Exports
@@ -14,28 +13,33 @@ from kvarena.transfer._same_host_import import MappedArena
 from kvarena.transfer._same_host_incoming import IncomingTable
 from kvarena.transfer._same_host_leases import LeasedPart, PageLease
 from kvarena.transfer._same_host_pending import SameHostPending
+from kvarena.transfer._same_host_push import Tickets
 from kvarena.transfer._same_host_remote import Remote
 from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import Kind, Packet, field, packed, unpacked
 from kvarena.transfer.errors import LeaseError, TransferError, TransferFailed
 
-__all__ = ["Puller", "RemotePull"]
+__all__ = ["Pull", "Puller"]
 
 # Ids of one packet; two or three lists of them stay far below a packet's limit.
 _BATCH = 1024
 
-Begin = Callable[..., int]
-"""``begin(digest, part, pages)``: the next number in the ring."""
-
 
 @final
-class RemotePull:
-    """The sender's side: it asks, and is the clock of what it asked for."""
+class Pull:
+    """A way from this process to a receiver that reads; its own clock. The caller has the peer's lock."""
 
-    def __init__(self, ring: Ring, channel: Channel) -> None:
-        self._ring = ring
+    def __init__(self, tickets: Tickets, channel: Channel, copier: Copier) -> None:
+        self._tickets = tickets
+        self._ring = tickets.ring
         self._channel = channel
+        self._copier = copier
         self._stopped = False
+
+    @property
+    def clock(self) -> Clock:
+        """Of its copies."""
+        return self
 
     def has_ended(self, number: int) -> bool:
         """See `Clock.has_ended`."""
@@ -64,9 +68,10 @@ class RemotePull:
         lease: PageLease,
         sub_pool: str,
         part: LeasedPart,
-        begin: Begin,
+        after: int | None,
     ) -> SameHostPending:
-        """Ask for leased pages; raises `TransferFailed`."""
+        """Ask for leased pages; raises `TransferFailed` or `RuntimeError`."""
+        self._settle(after)
         about = {
             "request": lease.request,
             "serial": lease.serial,
@@ -79,13 +84,16 @@ class RemotePull:
         for start in range(0, dst.size, _BATCH):
             batch = slice(start, start + _BATCH)
             lists = {"src": packed(src[batch]), "dst": packed(dst[batch])}
-            number = begin(part.digest, part.index, dst[batch].size)
+            number = self._tickets.begin(remote.arena.epoch, part.digest, part.index, dst[batch].size)
             first = first or number
             self._ask(remote, {**about, **lists, "number": number, "first": first}, dst.size)
         return SameHostPending(self, number, remote, dst.size, lease.request)
 
-    def spans(self, remote: Remote, src: Int64, dst: Int64, lengths: Int64, begin: Begin) -> SameHostPending:
-        """Ask for ranges; raises `TransferFailed`."""
+    def spans(
+        self, remote: Remote, src: Int64, dst: Int64, lengths: Int64, after: int | None
+    ) -> SameHostPending:
+        """Ask for ranges; raises `TransferFailed` or `RuntimeError`."""
+        self._settle(after)
         first = number = 0
         for start in range(0, dst.size, _BATCH):
             batch = slice(start, start + _BATCH)
@@ -93,10 +101,18 @@ class RemotePull:
                 name: packed(values[batch])
                 for name, values in (("src", src), ("dst", dst), ("lengths", lengths))
             }
-            number = begin()
+            number = self._tickets.begin(remote.arena.epoch)
             first = first or number
             self._ask(remote, {**lists, "number": number, "first": first}, dst.size)
         return SameHostPending(self, number, remote, dst.size)
+
+    def close(self) -> None:
+        """Nothing is being copied any more."""
+
+    def _settle(self, after: int | None) -> None:
+        """The receiver cannot wait for a stream of ours."""
+        if after is not None:
+            self._copier.settle(after)
 
     def _ask(self, remote: Remote, body: dict[str, Any], operations: int) -> None:
         try:

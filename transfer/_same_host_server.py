@@ -19,7 +19,7 @@ from kvarena.transfer._same_host_leases import LeaseKey
 from kvarena.transfer._same_host_pull import Puller
 from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import VERSION, Kind, Packet, field, peer_uid
-from kvarena.transfer.errors import ManifestMismatch
+from kvarena.transfer.errors import ManifestMismatch, QuiesceTimeout
 
 __all__ = ["Host", "Server"]
 
@@ -80,10 +80,15 @@ class Server:
         sock.setblocking(False)
         loop.watch(sock, self._accept)
 
-    def drain(self, timeout: float) -> bool:
-        """Wait for the copies that we make for senders; whether they have ended."""
-        pullers = [session.puller for session in tuple(self._sessions)]
-        return all(puller.remote.drain(timeout) for puller in pullers if puller is not None)
+    def drain(self, timeout: float) -> None:
+        """Wait for the copies that we make for senders. Raises `QuiesceTimeout`."""
+        for session in tuple(self._sessions):
+            if session.puller is not None and not session.puller.remote.drain(timeout):
+                raise QuiesceTimeout(
+                    f"Transfers that {session.name} asked for did not end",
+                    in_flight=session.puller.remote.in_flight,
+                    seconds=timeout,
+                )
 
     def close(self) -> None:
         """Stop listening, and end every connection; the peers unmap what they have."""

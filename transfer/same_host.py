@@ -24,7 +24,7 @@ from kvarena.transfer._same_host_peer import Peer
 from kvarena.transfer._same_host_peers import Peers, PeerSettings, Welcomes
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_server import Server
-from kvarena.transfer.errors import PageError, QuiesceTimeout, RegistrationError, TransferFailed
+from kvarena.transfer.errors import PageError, TransferFailed
 from kvarena.transfer.protocol import Capabilities, Region
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class SameHostEngine:
     ) -> None:
         self._arena = arena
         self.engine_name = name or f"{os.getpid()}-{secrets.token_hex(3)}"
-        self._connect_timeout = connect_timeout
         self._drain_timeout = drain_timeout
         self._changed = threading.Condition(threading.RLock())
         self._incoming = IncomingTable()
@@ -97,27 +96,18 @@ class SameHostEngine:
         sock, path = listen(directory or default_directory(), self.engine_name)
         try:
             self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
-            self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}", self._look_at_copier)
+            self._loop = SocketLoop(
+                f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier()
+            )
         except BaseException:
             sock.close()
             path.unlink()
             raise
-        self._peers = Peers(
-            PeerSettings(
-                name=self.engine_name,
-                identity=secrets.token_hex(8),
-                arena=arena,
-                manifest=manifest,
-                direction=direction,
-                connect_timeout=connect_timeout,
-                drain_timeout=drain_timeout,
-            ),
-            self._copier,
-            self._exports,
-            self._followers,
-            self._loop,
+        about = PeerSettings(
+            self.engine_name, secrets.token_hex(8), arena, manifest, direction, connect_timeout, drain_timeout
         )
-        host = Welcomes(self._peers.settings, self._copier, self._exports, self._incoming)
+        self._peers = Peers(about, self._copier, self._exports, self._followers, self._loop)
+        host = Welcomes(about, self._copier, self._exports, self._incoming)
         self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
 
     @property
@@ -145,7 +135,6 @@ class SameHostEngine:
         Connected peers are told at once.
         """
         with self._changed:
-            self._require_open(regions, "register")
             self._exports.add([Region(*region) for region in regions])
             self._followers.tell_all(fence=False)
 
@@ -163,7 +152,6 @@ class SameHostEngine:
         """
         regions = [Region(*region) for region in regions]
         with self._changed:
-            self._require_open(regions, "unregister")
             self._exports.check_held(regions)
         self._drain()
         with self._changed:
@@ -176,7 +164,7 @@ class SameHostEngine:
     def refresh(self) -> None:
         """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
         with self._changed:
-            if not self._closed and self._exports.refresh():
+            if self._exports.refresh():
                 self._followers.tell_all(fence=True)
 
     def describe(self) -> bytes:
@@ -222,12 +210,9 @@ class SameHostEngine:
         """
         known = self._peers[peer]
         sources, targets, counts = (page_ids(column).ravel() for column in (src, dst, lengths))
-        if not sources.size == targets.size == counts.size:
-            raise self._refusal(
-                peer, f"{sources.size} sources, {targets.size} destinations, {counts.size} lengths"
-            )
-        if counts.size and int(counts.min()) < 0:
-            raise self._refusal(peer, f"a length is {int(counts.min())}")
+        if not sources.size == targets.size == counts.size or int(counts.min(initial=0)) < 0:
+            why = f"{sources.size} sources, {targets.size} destinations, lengths {counts.tolist()[:4]}"
+            raise TransferFailed(self.name, peer, "EINVAL", why)
         return known.spans(sources, targets, counts, after)
 
     def submit_pages(
@@ -330,33 +315,10 @@ class SameHostEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _tick(self) -> None:
+        self._peers.look_at_copier()
+
     def _drain(self) -> None:
-        """Wait for every copy from or to our arena that we know of. Raises `QuiesceTimeout`."""
-        for peer in self._peers.all:
-            if not peer.drain(self._drain_timeout):
-                raise QuiesceTimeout(
-                    f"Transfers to {peer.name} did not end",
-                    in_flight=peer.in_flight,
-                    seconds=self._drain_timeout,
-                )
-        if not self._server.drain(self._drain_timeout):
-            raise QuiesceTimeout(
-                "Transfers that peers asked for did not end", in_flight=1, seconds=self._drain_timeout
-            )
-
-    def _look_at_copier(self) -> None:
-        """Nobody may be waiting when the device dies: let the receivers know."""
-        why = self._copier.fault()
-        if why is not None:
-            for peer in self._peers.all:
-                peer.close(why)
-
-    def _require_open(self, regions: Sequence[Region], action: str) -> None:
-        if self._closed:
-            region = Region(*regions[0]) if regions else Region(0, 0)
-            raise RegistrationError(
-                self.name, region, "EBADF", action=action, meaning="this engine is closed"
-            )
-
-    def _refusal(self, peer: str, why: str) -> TransferFailed:
-        return TransferFailed(self.name, peer, "EINVAL", why)
+        """Wait for every copy from or to our arena. Raises `QuiesceTimeout`."""
+        self._peers.drain(self._drain_timeout)
+        self._server.drain(self._drain_timeout)
