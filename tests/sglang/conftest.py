@@ -50,12 +50,6 @@ def runner_module() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def load_helper() -> Callable[[str], ModuleType]:
-    """Loads helpers of one theme."""
-    return _load
-
-
-@pytest.fixture(scope="session")
 def sglang() -> Iterator[Any]:
     """The release, imported, with kvarena attached by SGLang's own `load_plugins`."""
     assert RELEASE
@@ -77,3 +71,104 @@ def rig(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     rig = _load("rig").Rig(sglang, monkeypatch)
     yield rig
     rig.close()
+
+
+@pytest.fixture(scope="session")
+def same_host_side() -> ModuleType:
+    """What both sides of a pair on this host are made of."""
+    pytest.importorskip("mooncake.engine", reason="no Mooncake", exc_type=ImportError)
+    return _load("same_host_side")
+
+
+@pytest.fixture(scope="session")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both sides of a pair look for each other."""
+    made = tmp_path_factory.mktemp("sh")
+    made.chmod(0o700)
+    return made
+
+
+@pytest.fixture(scope="session")
+def peers(same_host_side: Any, sockets: Path) -> Iterator[list[Any]]:
+    """Importing SGLang takes seconds: one process serves all tests until one kills it.
+
+    Does not ask for SGLang here, so that both processes may import it at the same time.
+    """
+    assert RELEASE
+    started = [same_host_side.Peer(RELEASE, sockets)]
+    yield started
+    for peer in started:
+        peer.close()
+
+
+@pytest.fixture(scope="session")
+def sides(peers: list[Any], same_host_side: Any, request: pytest.FixtureRequest) -> Any:
+    """The same module, when this process is hooked as `attach` does it where the setting is given."""
+    from kvarena.plugin.engines.sglang import same_host
+    from kvarena.plugin.engines.sglang.shapes import resolve
+
+    registry = request.getfixturevalue("sglang").registry
+    same_host.register_hooks(registry, resolve("sglang.srt.plugins.hook_registry.HookType").AROUND)
+    registry.apply_hooks()
+    return same_host_side
+
+
+@pytest.fixture(scope="session")
+def shared_engine(sides: Any) -> Any:
+    """SGLang's wrapper of a Mooncake engine, which takes a second to go."""
+    from kvarena.plugin.engines.sglang.shapes import resolve
+
+    return resolve(sides.WRAPPER)("127.0.0.1")
+
+
+@pytest.fixture
+def peer(peers: list[Any], sides: Any, sglang: Any, sockets: Path) -> Any:
+    """The decode side: a process that SGLang's plugin loader and the environment alone have set up."""
+    if peers[-1].process.poll() is not None:
+        peers.append(sides.Peer(sglang.version, sockets))
+    if not peers[-1].told:
+        peers[-1].wait()
+    peers[-1].ask("clear")
+    return peers[-1]
+
+
+@pytest.fixture
+def switch(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``KVARENA_SAME_HOST=1`` for this test."""
+    import msgspec
+    from kvarena.plugin.engines.sglang.runtime import runtime
+
+    assert runtime.settings is not None
+    changed = msgspec.structs.replace(
+        runtime.settings, same_host=True, socket_dir=str(sockets), transfer_timeout=5.0
+    )
+    monkeypatch.setattr(runtime, "settings", changed)
+
+
+@pytest.fixture
+def make_side(sides: Any, rig: Any, switch: None, shared_engine: Any) -> Iterator[Callable[..., Any]]:
+    """Makes prefill sides in this process."""
+    made = []
+
+    def make(*, own_engine: bool = False, **options: Any) -> Any:
+        """`own_engine`: after a refused transfer, Mooncake may refuse the next one, too."""
+        made.append(sides.Side(rig, engine=None if own_engine else shared_engine, **options))
+        made[-1].mooncake = made[-1].spy()
+        made[-1].fill()
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+@pytest.fixture
+def side(make_side: Callable[..., Any]) -> Any:
+    """One of them."""
+    return make_side()
+
+
+@pytest.fixture
+def own(make_side: Callable[..., Any]) -> Any:
+    """One whose transfers may be refused."""
+    return make_side(own_engine=True)

@@ -69,6 +69,30 @@ class Side:
         """What is backed."""
         return self.bundle.pool._raw[: self.bound.arena.backed_bytes]
 
+    def block(self, peer: Peer, src_page: int, dst_page: int, pages: int = 1) -> tuple[int, int, int]:
+        """Pages of the arena for pages of the peer's, as SGLang writes it: source, destination, bytes."""
+        src = self.bound.arena.base + src_page * PAGE_BYTES
+        return src, peer.told["base"] + dst_page * PAGE_BYTES, pages * PAGE_BYTES
+
+    def aux_block(self, peer: Peer, item: int = 0) -> tuple[int, int, int]:
+        """The same for an item of the aux buffer."""
+        offset = item * AUX_ITEM
+        return self.aux.data_ptr() + offset, peer.told["aux"] + offset, AUX_ITEM
+
+    def page(self, page: int, pages: int = 1) -> bytes:
+        return self.read(page * PAGE_BYTES, pages * PAGE_BYTES)
+
+    def spy(self) -> Spy:
+        """Write down from now on what Mooncake is given."""
+        self.engine.engine = Spy(getattr(self.engine.engine, "real", self.engine.engine))
+        return self.engine.engine
+
+    def fill(self) -> None:
+        """Bytes that are different everywhere."""
+        generator = torch.Generator().manual_seed(3)
+        self.bytes.copy_(torch.randint(0, 256, self.bytes.shape, dtype=torch.uint8, generator=generator))
+        self.aux.copy_(torch.arange(self.aux.numel()) % 251)
+
     def close(self) -> None:
         self.manager.deregister_buffer_to_engine()
 
@@ -121,6 +145,31 @@ class Side:
         os._exit(9)
 
 
+class Spy:
+    """SGLang's raw Mooncake engine; writes down what is given to it."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.batches: list[tuple[str, list[int], list[int], list[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def batch_transfer_sync_write(
+        self, session: str, src: list[int], dst: list[int], lengths: list[int]
+    ) -> int:
+        self.batches.append((session, src, dst, lengths))
+        return int(self.real.batch_transfer_sync_write(session, src, dst, lengths))
+
+    def transfer_sync_write(self, session: str, src: int, dst: int, length: int) -> int:
+        self.batches.append((session, [src], [dst], [length]))
+        return int(self.real.transfer_sync_write(session, src, dst, length))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(sum(lengths) for *_, lengths in self.batches)
+
+
 class Peer:
     """A `Side` in a process of its own."""
 
@@ -154,6 +203,9 @@ class Peer:
         if ended == "error":
             raise RuntimeError(f"{what}: {answer}")
         return answer
+
+    def page(self, page: int, pages: int = 1) -> bytes:
+        return bytes(self.ask("read", page * PAGE_BYTES, pages * PAGE_BYTES))
 
     def kill(self) -> None:
         self.connection.send(("die", ()))
