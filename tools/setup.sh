@@ -10,6 +10,8 @@ missing=""
 ldconfig -p | grep -q 'libibverbs\.so\.1 ' || missing="$missing libibverbs1"
 ldconfig -p | grep -q 'libnuma\.so\.1 ' || missing="$missing libnuma1"
 ldconfig -p | grep -q 'libcurl\.so\.4 ' || missing="$missing libcurl4"
+# `kvarena demo --hosts 2` joins two network namespaces.
+command -v ip >/dev/null || missing="$missing iproute2"
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
 if [ -n "$missing" ]; then
     echo "setup: installing Debian packages:$missing"
