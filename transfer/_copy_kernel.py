@@ -23,7 +23,7 @@ class Tuning:
 
     span_bytes: int = 16 * 1024
     """What one program copies; a power of two. All its loads are in flight before its first store."""
-    num_warps: int = 4
+    num_warps: int = 8
     eviction: str = ""
     """Triton's eviction policy of loads and stores; empty: the default."""
 

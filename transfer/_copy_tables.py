@@ -25,7 +25,7 @@ them is one call), and the address of the first."""
 
 @final
 class Tables:
-    """Tables that are used in turn, each again when the launch that read it has ended.
+    """Tables, each of which is used again when the launch that read it has ended.
 
     The caller locks, and sets the context.
     """
@@ -51,7 +51,6 @@ class Tables:
             for start in range(0, _TABLES * TABLE_WORDS, TABLE_WORDS)
         ]
         self._users = [0] * _TABLES
-        self._next = 0
 
     @property
     def ended(self) -> int:
@@ -64,14 +63,21 @@ class Tables:
 
     def take(self, number: int) -> Table:
         """A table that nothing reads any more, for the launch of that number."""
-        index = self._next
-        user = self._users[index]
-        while self._count[0] < user:  # only when as many launches as there are tables are under way
-            if not await_clock(self.has_ended, user, 1.0) and (why := self._stream.fault()):
-                raise RuntimeError(why)
-        self._next = (index + 1) % _TABLES
-        self._users[index] = number
+        # The first that is free, so that those which are used are few, and in the processor's cache.
+        ended, users = self._count[0], self._users
+        for index in range(_TABLES):
+            if users[index] <= ended:
+                break
+        else:
+            index = users.index(min(users))
+            self._await(users[index])
+        users[index] = number
         return self._tables[index]
+
+    def _await(self, number: int) -> None:
+        while not await_clock(self.has_ended, number, 1.0):
+            if why := self._stream.fault():
+                raise RuntimeError(why)
 
     def close(self) -> None:
         """Free the memory."""

@@ -189,6 +189,8 @@ class Server:
         finally:
             os.close(fd)
         self._followers.add(session.follower)
+        if not channel.is_open:  # it went while it was being entered
+            self._followers.remove(session.follower)
 
     def _offered(self, session: _Session, ring: Ring, body: dict[str, Any]) -> None:
         base, reserved = field(body, "base", int), field(body, "reserved_bytes", int)

@@ -37,10 +37,10 @@ __all__ = ["SameHostEngine"]
 class SameHostEngine:
     """A `TransferEngine` for two processes of one user on one host.
 
-    The receiver hands the descriptors of its arena's handles to the sender over a Unix socket; the
-    sender maps them and writes pages with one gather-scatter kernel on a stream of its own (CUDA), or
-    with memory copies in a thread of its own (host). Nothing but registered regions can be written,
-    and `submit_pages` writes nothing but pages that the receiver has leased.
+    One side hands the descriptors of its arena's handles to the other over a Unix socket, which maps
+    them and moves pages with one gather-scatter kernel on a stream of its own (CUDA), or with memory
+    copies in a thread of its own (host). Nothing but registered regions is read or written, and
+    `submit_pages` writes nothing but pages that the receiver has leased.
 
     Parameters
     ----------
@@ -130,10 +130,7 @@ class SameHostEngine:
         return self._peers[key]
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See `TransferEngine.register`: peers may write these bytes, and we may send them.
-
-        Connected peers are told at once.
-        """
+        """See `TransferEngine.register`; connected peers are told at once."""
         with self._changed:
             self._exports.add([Region(*region) for region in regions])
             self._followers.tell_all(fence=False)
@@ -319,6 +316,5 @@ class SameHostEngine:
         self._peers.look_at_copier()
 
     def _drain(self) -> None:
-        """Wait for every copy from or to our arena. Raises `QuiesceTimeout`."""
         self._peers.drain(self._drain_timeout)
         self._server.drain(self._drain_timeout)

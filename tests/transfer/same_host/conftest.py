@@ -23,7 +23,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[list[PeerProcess]]:
     """Processes for receivers; a test that kills one leaves the next test to start another."""
     started: list[PeerProcess] = []
