@@ -24,5 +24,5 @@ fi
 
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 # torch first and pinned: an open range would take a CUDA build of several GB on a machine without a GPU.
-"$venv/bin/pip" install -q -r constraints.txt
+"$venv/bin/pip" install -q -c constraints.txt torch
 "$venv/bin/pip" install -q -c constraints.txt -e ".[$extras]"
