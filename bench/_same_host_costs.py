@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
@@ -81,17 +83,16 @@ def leases_of(rng: np.random.Generator, pages: int) -> None:
     cost(f"{pages} pages: lease check, shuffled", lambda i: sent[i].take(lease, "full", other))
     cost(f"{pages} pages: as an array of int64", lambda _i: page_ids(ids))
     cost(f"{pages} pages: the highest source", lambda _i: int(np.maximum.reduce(ids.view(np.uint64))))
-    table = memoryview(np.zeros(pages, np.int64))
+    table = np.zeros(pages, np.int64)
 
     def stage(_index: int) -> None:
-        table[:] = ids  # type: ignore[assignment, call-overload, unused-ignore]
+        np.left_shift(ids, 32, table)
+        np.bitwise_or(table, ids, table)
 
-    cost(f"{pages} pages: one list of ids into a table", stage)
+    cost(f"{pages} pages: ids into a table", stage)
 
 
 def rings() -> None:
-    import os
-
     ring, fd = Ring.make()
     os.close(fd)
     lease = BenchLease("request", 1, {"full": tuple(range(1, 5000))})
@@ -116,12 +117,13 @@ def submits(engine: SameHostEngine, peer: str, rng: np.random.Generator, pages: 
     src = rng.permutation(places)[:pages]
     ids = [rng.permutation(places)[:pages] for _ in range(400)]
     leases = [BenchLease(f"r{pages}", index, {"full": row}) for index, row in enumerate(ids)]
-    known = engine.peer(peer)
+    known: Any = engine.peer(peer)
     for lease in leases:
         engine.admit(peer, lease)
+    time.sleep(0.3)  # the other engine of this process reads all that
     copier = known._way._copier
     idle = _Idle()
-    known._way._copier = idle  # type: ignore[assignment]
+    known._way._copier = idle
     known._ring._words[8] = 1 << 40  # as if all was read
     cost(
         f"{pages} pages: submit_pages but for the copier",
@@ -140,59 +142,58 @@ class _Idle:
 
 def launches(engine: SameHostEngine, base: int, rng: np.random.Generator) -> None:
     """What CUDA takes."""
-    copier = engine._copier
-    stream, device = copier._stream, copier._device  # type: ignore[attr-defined]
-    launcher = copier._launchers[PAGE, True]  # type: ignore[attr-defined]
-    table = copier._tables.take(copier._started)  # type: ignore[attr-defined]
-    cost("is the context current", lambda _i: device.is_current())
-    one = rng.permutation(8192)[:1]
-
-    def wait(number: int) -> None:
-        copier.wait(number, 10)
-
-    def spaced(run: Callable[[int], object]) -> Callable[[int], object]:
-        """So that launches do not queue up, the device is idle before each."""
-
-        def both(index: int) -> None:
-            run(index)
-
-        return both
-
-    for what, run in (
-        ("kernel launch only (one program)", lambda _i: launcher.launch(1, base, base, table[2])),
-        ("stream store only", lambda _i: stream.write(copier._tables.count_address, copier.ended)),  # type: ignore[attr-defined]
-    ):
-        times = []
-        for index in range(200):
-            start = time.perf_counter()
-            spaced(run)(index)
-            times.append(time.perf_counter() - start)
-            stream.synchronize()
-        COSTS.append((what, statistics.median(times) * 1e6))
-        print(f"   {what:<58} {COSTS[-1][1]:7.2f} us", flush=True)
+    copier: Any = engine._copier
+    stream, count = copier._stream, copier._tables.count_address
+    launcher = copier._launchers[PAGE, True]
+    address = copier._tables.take(copier._started)[1]
+    cost("is the context current", lambda _i: copier._device.is_current())
     cost("idle cuStreamSynchronize", lambda _i: stream.synchronize())
-    cost("one page: start and wait", lambda _i: wait(copier.copy_pages(base, base, one, one, PAGE)))
+    spaced("kernel launch only (one program)", stream, lambda: launcher.launch(1, base, base, address))
+    spaced("stream store only", stream, lambda: stream.write(count, copier.ended))
+    one = rng.permutation(8192)[:1]
     ring, fd = Ring.make()
+    os.close(fd)
     word = copier.adopt(ring.address, ring.nbytes)
-    cost(
-        "one page: start and wait, with a completion record",
-        lambda i: wait(copier.copy_pages(base, base, one, one, PAGE, (word, i, ring.fail))),
-    )
+    for what, signal in (("", None), (", with a completion record", lambda: (word, 1, ring.fail))):
+        cost(
+            f"one page: start and wait{what}",
+            lambda _i, signal=signal: copier.wait(  # type: ignore[misc]
+                copier.copy_pages(base, base, one, one, PAGE, signal), 10
+            ),
+        )
     copier.disown(ring.address)
     ring.close()
-    import os
-
-    os.close(fd)
     for pages in (64, 2048):
-        ids = rng.permutation(8192)[:pages]
-        starts = []
+        for rest in (0.0, 1e-3):
+            start_and_wait(copier, base, rng.permutation(8192)[:pages], rest)
 
-        def start_and_wait(_index: int, ids: np.ndarray = ids, starts: list[float] = starts) -> None:
-            began = time.perf_counter()
-            number = copier.copy_pages(base, base + 128 * MIB, ids, ids, PAGE)
-            starts.append(time.perf_counter() - began)
-            copier.wait(number, 10)
 
-        cost(f"{pages} pages of 16 KiB: start and wait", start_and_wait)
-        COSTS.append((f"{pages} pages: of these, until started", statistics.median(starts) * 1e6))
-        print(f"   {COSTS[-1][0]:<58} {COSTS[-1][1]:7.2f} us", flush=True)
+def spaced(what: str, stream: Any, run: Callable[[], None]) -> None:
+    """The call by itself: nothing is queued before it."""
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+        stream.synchronize()
+    note(what, times)
+
+
+def start_and_wait(copier: Any, base: int, ids: np.ndarray, rest: float) -> None:
+    """A copier's whole part in a transfer, and how much of it is the start."""
+    starts, ends = [], []
+    for _ in range(200):
+        time.sleep(rest) if rest else None
+        began = time.perf_counter()
+        number = copier.copy_pages(base, base + 128 * MIB, ids, ids, PAGE)
+        starts.append(time.perf_counter() - began)
+        copier.wait(number, 10)
+        ends.append(time.perf_counter() - began)
+    after = f", after {rest * 1e3:g} ms of rest" if rest else ""
+    note(f"{ids.size} pages of 16 KiB: start and wait{after}", ends)
+    note(f"{ids.size} pages of 16 KiB: of these, until started{after}", starts)
+
+
+def note(what: str, times: list[float]) -> None:
+    COSTS.append((what, statistics.median(times) * 1e6))
+    print(f"   {what:<58} {COSTS[-1][1]:7.2f} us", flush=True)

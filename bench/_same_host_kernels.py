@@ -27,10 +27,9 @@ from kvarena.transfer._copy_kernel import Tuning
 
 TUNINGS = [
     Tuning(16 * KIB, 4),
-    Tuning(32 * KIB, 8),
+    Tuning(16 * KIB, 8),
     Tuning(64 * KIB, 8),
     Tuning(64 * KIB, 16),
-    Tuning(128 * KIB, 16),
     Tuning(128 * KIB, 32),
 ]
 STEADY = 20

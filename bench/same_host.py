@@ -204,23 +204,29 @@ def pages_case(
         if way == "first seen":  # as a lease is when it comes from the control plane
             leases = [lease._replace(pages={"full": tuple(lease.pages["full"])}) for lease in leases]
         order = [target.tolist() for target in targets] if way == "shuffled" else None
-        starts, ends = [], []
+        starts, submitted, ends = [], [], []
         for index, lease in enumerate(leases):
             if way == "after 1 ms of rest":
                 time.sleep(0.001)
             starts.append(time.perf_counter())
             pending = engine.submit_pages(peer, sources[index % 8], targets[index], case.page_bytes, lease)
+            submitted.append(time.perf_counter())
             pending.wait(30)
             ends.append(time.perf_counter())
         known, good = ask(pipe, "check pages", seed, sources, order)
-        us = statistics.median(np.subtract(ends, starts)[3:]) * 1e6
-        heard = statistics.median(np.subtract(known, starts)[3:]) * 1e6
+        us, heard = _median_us(ends, starts), _median_us(known, starts)
         if way == "admitted":
             row("plain copy", str(case), plain, case.nbytes, plain)
         wrong = "" if good else " WRONG BYTES"
         row(f"{what}, lease {way}{wrong}", str(case), us, case.nbytes, plain, case.target)
+        print(f"      of these, until submitted {_median_us(submitted, starts):.1f} us")
         if way in ("admitted", "after 1 ms of rest"):
             row(f"{what}, until receiver knows", str(case), heard, case.nbytes, plain)
+
+
+def _median_us(ends: list[float], starts: list[float]) -> float:
+    """The first three warm everything up."""
+    return float(statistics.median(np.subtract(ends, starts)[3:])) * 1e6
 
 
 def receiver(pipe: Any, device: str, arena_bytes: int, directory: str) -> None:

@@ -42,11 +42,12 @@ class Clock(Protocol):
         ...
 
 
-Signal: TypeAlias = tuple[int, int, Callable[[int], None]]
+Signal: TypeAlias = Callable[[], tuple[int, int, Callable[[int], None]]]
 """What a copy leaves in memory that another process watches, when its bytes are there.
 
-The address of 8 bytes (see `Copier.adopt`), the value that is stored there, and what is called with that
-value before, if the copy fails after it was started and those behind it go on.
+Called once, when the copy has been started and nothing can stop it any more, it answers: the address of 8
+bytes (see `Copier.adopt`), the value that is stored there, and what is called with that value before, if
+the copy fails all the same and those behind it go on. It must not raise.
 """
 
 

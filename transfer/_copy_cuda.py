@@ -16,14 +16,19 @@ from cuda.bindings import driver as cu
 from kvarena.transfer._copy import Int64, Signal, await_clock
 from kvarena.transfer._copy_kernel import Tuning, compile_pages, compile_spans, page_tuning
 from kvarena.transfer._copy_launch import Device, Launcher, Stream, check
-from kvarena.transfer._copy_tables import HALF_WORDS, Tables
+from kvarena.transfer._copy_tables import TABLE_WORDS, Tables
+from kvarena.transfer._same_host_intervals import highest
 
 __all__ = ["CudaCopier"]
 
 # From this many bytes a run on, the driver's own copy is as fast as the kernel, and no table is needed.
 _LARGE_RUN = 1 << 20
+# Ids of pages of this size and more fit into 31 bits on any machine.
+_SMALL_PAGE = 4096
 # How often a waiter asks whether the device has died, instead of only looking at the count.
 _FAULT_SECONDS = 0.05
+
+_shift, _or = np.left_shift, np.bitwise_or
 
 
 @final
@@ -171,16 +176,20 @@ class CudaCopier:
     ) -> int:
         if after is not None:
             self._stream.follow(after)
+        count = src_pages.size
+        if page_bytes < _SMALL_PAGE and count and max(highest(src_pages), highest(dst_pages)) >= 1 << 31:
+            rows = np.full(count, page_bytes, np.int64)
+            src, dst = src_base + src_pages * page_bytes, dst_base + dst_pages * page_bytes
+            return self._spans(src, dst, rows, signal, None)
         aligned = not (src_base | dst_base) & 15
         launcher = self._launchers.get((page_bytes, aligned)) or self._launcher(page_bytes, aligned)
         spans = -(-page_bytes // launcher.span_bytes)
-        count = src_pages.size
-        while count > HALF_WORDS:
-            here, src_pages = src_pages[:HALF_WORDS], src_pages[HALF_WORDS:]
-            there, dst_pages = dst_pages[:HALF_WORDS], dst_pages[HALF_WORDS:]
+        while count > TABLE_WORDS:
+            here, src_pages = src_pages[:TABLE_WORDS], src_pages[TABLE_WORDS:]
+            there, dst_pages = dst_pages[:TABLE_WORDS], dst_pages[TABLE_WORDS:]
             self._launch_pages(launcher, spans, src_base, dst_base, here, there)
             self._finish(self._started + 1, None)
-            count -= HALF_WORDS
+            count -= TABLE_WORDS
         if count:
             self._launch_pages(launcher, spans, src_base, dst_base, src_pages, dst_pages)
         return self._finish(self._started + 1, signal)
@@ -189,9 +198,10 @@ class CudaCopier:
         self, launcher: Launcher, spans: int, src_base: int, dst_base: int, src: Int64, dst: Int64
     ) -> None:
         count = src.size
-        sources, targets, address = self._tables.take(self._started + 1)
-        sources[:count] = src
-        targets[:count] = dst
+        words, address = self._tables.take(self._started + 1)
+        words = words[:count]
+        _shift(dst, 32, words)
+        _or(words, src, words)
         launcher.launch(count * spans, src_base, dst_base, address)
 
     def _spans(self, src: Int64, dst: Int64, lengths: Int64, signal: Signal | None, after: int | None) -> int:
@@ -211,11 +221,11 @@ class CudaCopier:
         launcher = self._launcher(0, int(np.bitwise_or.reduce(src | dst | lengths)) % 16 == 0)
         rows = _cut(src, dst, lengths, launcher.span_bytes)
         rows[:, 2] //= launcher.kernel.word_bytes
-        step = HALF_WORDS // 3
+        step = TABLE_WORDS // 3
         for start in range(0, len(rows), step):
             batch = rows[start : start + step]
             number = self._started + 1
-            words, _, address = self._tables.take(number)
+            words, address = self._tables.take(number)
             words[: batch.size] = batch.ravel()
             launcher.launch(len(batch), address)
             self._finish(number, None)
@@ -224,7 +234,8 @@ class CudaCopier:
         """All of a copy, or of a launch of it, is on the stream: let it count."""
         self._started = number
         if signal is not None:
-            self._stream.write(signal[0], signal[1])
+            word, value, _ = signal()
+            self._stream.write(word, value)
         self._stream.write(self._count, number)
         return number
 
@@ -235,7 +246,7 @@ class CudaCopier:
             capability = self._device.capability
             if page_bytes:
                 tuning = self._tuning or page_tuning(page_bytes)
-                kernel = compile_pages(capability, page_bytes, aligned, tuning, half=HALF_WORDS)
+                kernel = compile_pages(capability, page_bytes, aligned, tuning)
                 launcher = Launcher(self._device, self._stream, kernel, 3)
             else:
                 kernel = compile_spans(capability, aligned, self._tuning or Tuning())

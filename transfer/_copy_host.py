@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,16 @@ _log = logging.getLogger(__name__)
 # Below this many bytes a run, one gather-scatter in numpy costs less than a call for each run.
 _SMALL_RUN = 2048
 
+_Signalled: TypeAlias = tuple[int, int, Callable[[int], None]]
+_Job: TypeAlias = tuple[Callable[[], None], int, "_Signalled | None"]
+
 
 @final
 class HostCopier:
     """A `Copier` over the host's memory."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], int, Signal | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = 0
         self._ended = 0
@@ -115,7 +116,7 @@ class HostCopier:
     def _start(self, work: Callable[[], None], signal: Signal | None) -> int:
         with self._lock:
             self._started += 1
-            self._queue.put((work, self._started, signal))
+            self._queue.put((work, self._started, None if signal is None else signal()))
             return self._started
 
     def _run(self) -> None:
@@ -129,7 +130,7 @@ class HostCopier:
                 ctypes.c_uint64.from_address(signal[0]).value = signal[1]
             self._ended = number
 
-    def _fail(self, number: int, why: str, signal: Signal | None) -> None:
+    def _fail(self, number: int, why: str, signal: _Signalled | None) -> None:
         self._failures[number] = why
         try:
             if signal is not None:

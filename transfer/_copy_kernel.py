@@ -45,17 +45,17 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     src,
     dst,
     ids,
-    HALF: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
     SPAN_WORDS: tl.constexpr,
     EVICT: tl.constexpr,
 ):
     SPANS: tl.constexpr = (PAGE_WORDS + SPAN_WORDS - 1) // SPAN_WORDS
     program = tl.program_id(0)
-    page = ids + program // SPANS
+    # One load: every read of host memory is a round trip over the bus, and there are only so many a second.
+    pair = tl.load(ids + program // SPANS)
     words = (program % SPANS) * SPAN_WORDS + tl.arange(0, SPAN_WORDS)
-    source = src + tl.load(page) * PAGE_WORDS + words
-    target = dst + tl.load(page + HALF) * PAGE_WORDS + words
+    source = src + (pair & 0xFFFFFFFF) * PAGE_WORDS + words
+    target = dst + (pair >> 32) * PAGE_WORDS + words
     if PAGE_WORDS % SPAN_WORDS == 0:
         tl.store(target, tl.load(source, eviction_policy=EVICT), eviction_policy=EVICT)
     else:
@@ -96,11 +96,11 @@ def page_tuning(page_bytes: int) -> Tuning:
     return Tuning()
 
 
-def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tuning, *, half: int) -> Compiled:
+def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tuning) -> Compiled:
     """A kernel for pages of one size.
 
-    Its parameters: source base, destination base, and a table of int64: `half` source pages, then as
-    many destination pages. It takes one program for each span of each page.
+    Its parameters: source base, destination base, and a table of int64 with a source page in the low half
+    of each word and a destination page in the high one. It takes one program for each span of each page.
 
     Parameters
     ----------
@@ -117,7 +117,6 @@ def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tunin
         _copy_pages,
         {"src": pointer, "dst": pointer, "ids": "*i64"},
         {
-            "HALF": half,
             "PAGE_WORDS": page_bytes // word,
             "SPAN_WORDS": span,
             "EVICT": tuning.eviction,

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
+import numpy as np
 from cuda.bindings import driver as cu
-from kvarena.transfer._copy import await_clock
+from kvarena.transfer._copy import Int64, await_clock
 from kvarena.transfer._copy_launch import Stream, check
 
-__all__ = ["HALF_WORDS", "TABLE_WORDS", "Table", "Tables"]
+__all__ = ["TABLE_WORDS", "Table", "Tables"]
 
-HALF_WORDS = 8192
-"""Pages of one launch: source ids in a table's first half, destinations in its second."""
-TABLE_WORDS = 2 * HALF_WORDS
+TABLE_WORDS = 8192
+"""Of 8 bytes: pages of one launch."""
 _TABLES = 32
 _COUNT_BYTES = 4096
 
 
-Table: TypeAlias = tuple[Any, Any, int]
-"""Two memoryviews of int64 (first half, second half; in the format that NumPy gives int64: a copy into
-them is one call), and the address of the first."""
+Table: TypeAlias = tuple[Int64, int]
+"""Its words, and their address."""
 
 
 @final
@@ -37,17 +36,13 @@ class Tables:
         self._address = int(check(cu.cuMemHostAlloc(_COUNT_BYTES + nbytes, flags), "cuMemHostAlloc"))
         self.count_address = self._address
         """Where launches store their numbers when they have ended."""
-        count: Any = (ctypes.c_uint64 * 1).from_address(self._address)
+        count = (ctypes.c_uint64 * 1).from_address(self._address)
         self._count = memoryview(count).cast("B").cast("Q")
         self._count[0] = 0
-        words: Any = (ctypes.c_uint8 * nbytes).from_address(self._address + _COUNT_BYTES)
-        view = memoryview(words).cast("B").cast("l")
+        words = (ctypes.c_uint8 * nbytes).from_address(self._address + _COUNT_BYTES)
+        table = np.frombuffer(memoryview(words), np.int64)
         self._tables: list[Table] = [
-            (
-                view[start : start + HALF_WORDS],
-                view[start + HALF_WORDS : start + TABLE_WORDS],
-                self._address + _COUNT_BYTES + start * 8,
-            )
+            (table[start : start + TABLE_WORDS], self._address + _COUNT_BYTES + start * 8)
             for start in range(0, _TABLES * TABLE_WORDS, TABLE_WORDS)
         ]
         self._users = [0] * _TABLES

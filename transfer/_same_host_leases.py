@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -79,6 +78,7 @@ class LeasedPart:
         "digest",
         "high",
         "index",
+        "is_announced",
     )
 
     def __init__(self, lease: PageLease, sub_pool: str, digest: bytes) -> None:
@@ -103,6 +103,8 @@ class LeasedPart:
         self.digest = digest
         self.index = sorted(lease.pages).index(sub_pool)
         """How a record names it."""
+        self.is_announced = False
+        """Whether the receiver knows by whom it will be written."""
 
     @property
     def is_written(self) -> bool:
@@ -190,22 +192,21 @@ def _written_twice(request: str, sub_pool: str) -> LeaseError:
 
 @final
 class SentLeases:
-    """Of one peer; thread-safe, with a lock of its own that nothing else is taken under."""
+    """Of one peer. The caller locks."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: dict[LeaseKey, dict[str, LeasedPart]] = {}
         self._ended: OrderedDict[LeaseKey, str] = OrderedDict()
 
     def admit(self, lease: PageLease) -> None:
         """Get to know a lease before its first page is written. Raises `LeaseError`."""
         key = (lease.request, lease.serial)
-        with self._lock:
-            if key not in self._ended and key not in self._open:
-                parts = self._parts(lease)
-                for part in parts.values():
-                    part.index_pages()
-                self._open[key] = parts
+        if key not in self._ended and key not in self._open:
+            parts = self._parts(lease)
+            for part in parts.values():
+                part.index_pages()
+                part.is_announced = True
+            self._open[key] = parts
 
     def take(self, lease: PageLease, sub_pool: str, pages: Int64) -> LeasedPart:
         """Ask for these pages; raises `LeaseError`, and changes nothing, if they cannot be written.
@@ -213,33 +214,30 @@ class SentLeases:
         When they are under way, `taken` must be called.
         """
         key = (lease.request, lease.serial)
-        with self._lock:
-            parts = self._open.get(key)
-            if parts is None:
-                if key in self._ended:
-                    raise LeaseError(lease.request, f"lease {lease.serial} {self._ended[key]}")
-                parts = self._parts(lease)
-            part = parts.get(sub_pool)
-            if part is None:
-                raise LeaseError(
-                    lease.request, f"nothing of sub-pool {sub_pool!r} is leased, only {sorted(parts)}"
-                )
-            part.take(lease.request, sub_pool, pages)
-            self._open[key] = parts
-            return part
+        parts = self._open.get(key)
+        if parts is None:
+            if key in self._ended:
+                raise LeaseError(lease.request, f"lease {lease.serial} {self._ended[key]}")
+            parts = self._parts(lease)
+        part = parts.get(sub_pool)
+        if part is None:
+            raise LeaseError(
+                lease.request, f"nothing of sub-pool {sub_pool!r} is leased, only {sorted(parts)}"
+            )
+        part.take(lease.request, sub_pool, pages)
+        self._open[key] = parts
+        return part
 
     def taken(self, lease: PageLease) -> None:
         """End a lease of which nothing is left to be written."""
         key = (lease.request, lease.serial)
-        with self._lock:
-            parts = self._open.get(key)
-            if parts is not None and all(part.is_written for part in parts.values()):
-                self._end(key, "has been written whole")
+        parts = self._open.get(key)
+        if parts is not None and all(part.is_written for part in parts.values()):
+            self._end(key, "has been written whole")
 
     def end(self, key: LeaseKey, why: str) -> None:
         """Nothing more may be written under it."""
-        with self._lock:
-            self._end(key, why)
+        self._end(key, why)
 
     @staticmethod
     def _parts(lease: PageLease) -> dict[str, LeasedPart]:

@@ -207,12 +207,15 @@ class Peer:
 
     def admit(self, lease: PageLease) -> None:
         """Get to know a lease before its first page is written, and tell the receiver who will write it."""
-        self._leases.admit(lease)
+        # First, as whoever writes under an admitted lease need not say so any more.
         self._send(Kind.ADMITTED, {"request": lease.request, "serial": lease.serial})
+        with self._lock:
+            self._leases.admit(lease)
 
     def give_up(self, lease: PageLease, why: str) -> None:
         """Tell the receiver at once that these pages will not come."""
-        self._leases.end((lease.request, lease.serial), f"was given up: {why}")
+        with self._lock:
+            self._leases.end((lease.request, lease.serial), f"was given up: {why}")
         self._send(Kind.FAILED, {"request": lease.request, "serial": lease.serial, "why": why[:1000]})
 
     def close(self, why: str) -> None:

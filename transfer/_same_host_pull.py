@@ -194,7 +194,8 @@ class Puller:
             with self.remote.lock:
                 if any(self._ring.has_failed(before) for before in range(first, number)):
                     raise self._failure("an earlier part of it failed")
-                signal: Signal = (self._word, number, self._ring.fail)
+                word, fail = self._word, self._ring.fail
+                signal = lambda: (word, number, fail)  # noqa: E731
                 started = self._spans(body, signal) if key is None else self._pages(body, key, signal)
                 self.remote.started(started)
         except WireError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import final
 
-from kvarena.transfer._copy import Clock, Copier, Int64
+from kvarena.transfer._copy import Clock, Copier, Int64, Signal
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed
 from kvarena.transfer._same_host_leases import LeasedPart, PageLease
 from kvarena.transfer._same_host_pending import SameHostPending
@@ -42,11 +43,13 @@ class Tickets:
 
     def begin(self, epoch: int, digest: bytes = _NO_LEASE, part: int = 0, pages: int = 0) -> int:
         """See `Ring.begin`. Raises `TransferFailed` if the receiver does not read."""
-        number = self.ring.begin(digest, part, pages, epoch)
-        if not number:
-            self._wait_for_room(pages)
-            number = self.ring.begin(digest, part, pages, epoch)
-        return number
+        self.make_room(pages)
+        return self.ring.begin(digest, part, pages, epoch)
+
+    def make_room(self, operations: int) -> None:
+        """The next record has a place. Raises `TransferFailed` if the receiver does not read."""
+        if self.ring.unread >= RECORDS:
+            self._wait_for_room(operations)
 
     def remind(self) -> None:
         """Half of the ring is unread: ask in time."""
@@ -106,17 +109,25 @@ class Push:
     ) -> SameHostPending:
         """Write leased pages; raises `TransferFailed` or `RuntimeError`."""
         count, copier, arena = dst.size, self._copier, remote.arena
-        ticket = self._tickets.begin(arena.epoch, part.digest, part.index, count) if count else 0
+        signal: Signal | None = None
+        ticket = 0
+        if count:
+            tickets, word, fail = self._tickets, self._word, self._fail
+            tickets.make_room(count)
+            begin = tickets.ring.begin
+            if part.is_announced:  # then the record can wait until the copy runs
+                digest, index, epoch = part.digest, part.index, arena.epoch
+
+                def signal() -> tuple[int, int, Callable[[int], None]]:
+                    return word, begin(digest, index, count, epoch), fail
+            else:
+                ticket = begin(part.digest, part.index, count, arena.epoch)
+
+                def signal() -> tuple[int, int, Callable[[int], None]]:
+                    return word, ticket, fail
+
         try:
-            number = copier.copy_pages(
-                src_base,
-                dst_base + arena.shift,
-                src,
-                dst,
-                page_bytes,
-                (self._word, ticket, self._fail) if ticket else None,
-                after,
-            )
+            number = copier.copy_pages(src_base, dst_base + arena.shift, src, dst, page_bytes, signal, after)
         except BaseException:
             if ticket:
                 self._ring.take_back(ticket)
