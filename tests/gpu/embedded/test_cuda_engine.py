@@ -47,7 +47,10 @@ def test_captured_before_it_was_backed_equals_eager(make_engine: MakeEngine, tex
     plain = make_engine(eager_bytes=late.pool.total_bytes, captured=False)
     answers = [_serve(engine, texts) for engine in (late, eager, plain)]
     assert _tokens(answers[0]) == _tokens(answers[1]) == _tokens(answers[2])
-    assert all(len(set(result.tokens)) > 1 for result in answers[0].values())
+    # An answer may be the end mark alone; the others are no single repeated byte.
+    told = [result.tokens for result in answers[0].values() if len(result.tokens) > 1]
+    assert len(told) > 3
+    assert all(len(set(tokens)) > 1 for tokens in told)
     assert late.report()["capacities"] == eager.report()["capacities"]
     for engine in (late, eager, plain):
         assert engine.report()["problems"] == []

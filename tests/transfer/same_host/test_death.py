@@ -104,12 +104,14 @@ def test_closed_engines_leave_no_thread_descriptor_mapping_or_socket(directory: 
             host.close()
             host.engine.close()
 
+    # Other tests of this process may hold arenas of their own.
+    others = mapped()
     once()
     before = leftovers()
     for _ in range(5):
         once()
     assert until(lambda: leftovers()[0] <= before[0] and leftovers()[2] <= before[2])
-    assert mapped() == 0
+    assert until(lambda: mapped() <= others)
     assert "memfd:kv-done" not in Path("/proc/self/maps").read_text()
     assert list(directory.iterdir()) == []
 

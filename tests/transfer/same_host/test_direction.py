@@ -147,6 +147,10 @@ def test_a_way_that_is_closed_is_refused_with_its_reason(
     pusher = make_sender(direction="push")
     with pytest.raises(HandleImportError, match="our device cannot access the peer's"):
         pusher.engine.connect(receiver.describe())
+    # The receiver hears of it through the socket.
+    deadline = time.monotonic() + 10
+    while receiver.process.call("attached") and time.monotonic() < deadline:
+        time.sleep(0.005)
     assert receiver.process.call("attached") == ()
 
 
