@@ -14,7 +14,7 @@ from kvarena.plugin.composition import collect_refusals, make_engines, make_mana
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.status.reporter import StatusReporter
 from kvarena.plugin.timeline import Timeline
-from kvarena.pool._transaction import Transaction
+from kvarena.pool.transaction import Transaction
 
 if TYPE_CHECKING:
     import torch

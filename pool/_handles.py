@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from kvarena.pool._transaction import Transaction
+from kvarena.pool.transaction import Transaction
 
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver

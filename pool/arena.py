@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kvarena.pool._handles import Handles, failure_of
-from kvarena.pool._transaction import Transaction, add_note
 from kvarena.pool.errors import ArenaStateError
+from kvarena.pool.transaction import Transaction, add_note
 
 if TYPE_CHECKING:
     import torch

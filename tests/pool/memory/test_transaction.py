@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kvarena.pool._transaction import Transaction
+from kvarena.pool.transaction import Transaction
 
 
 def test_nothing_is_undone_when_all_went_well() -> None:
