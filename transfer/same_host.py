@@ -312,9 +312,6 @@ class SameHostEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tick(self) -> None:
-        self._peers.look_at_copier()
-
     def _drain(self) -> None:
         self._peers.drain(self._drain_timeout)
         self._server.drain(self._drain_timeout)
