@@ -45,7 +45,7 @@ class RegistrationLedger:
         self.engine = engine
         self.gate = gate or Quiesce()
         self.traffic = Traffic()
-        self._listeners: list[Listener] = [] if on_change is None else [on_change]
+        self._on_change = on_change
         self._lock = threading.RLock()
         self._held: dict[int, Region] = {}
         self._snapshot: tuple[Region, ...] = ()
@@ -71,10 +71,6 @@ class RegistrationLedger:
     def seams(self) -> tuple[int, ...]:
         """Addresses that no single transfer may cross; none when the engine crosses seams."""
         return () if self.engine.capabilities.crosses_seams else seams_between(self._snapshot)
-
-    def add_listener(self, listener: Listener) -> None:
-        """Tell one more about changes."""
-        self._listeners.append(listener)
 
     def move_to(
         self,
@@ -191,11 +187,12 @@ class RegistrationLedger:
                 self._tell(change, region)
 
     def _tell(self, change: Change, region: Region) -> None:
-        for listener in tuple(self._listeners):
-            try:
-                listener(change, self.engine, region)
-            except Exception:  # a listener of anybody's must not undo a registration
-                log.exception("%s: a listener failed on %s %s", self.engine.name, change, region)
+        if self._on_change is None:
+            return
+        try:
+            self._on_change(change, self.engine, region)
+        except Exception:  # a listener of anybody's must not undo a registration
+            log.exception("%s: a listener failed on %s %s", self.engine.name, change, region)
 
     def _steps(
         self, target: tuple[Region, ...], live: bool
