@@ -79,9 +79,11 @@ def test_a_link_that_stays_down_is_reported_within_the_timeout(
 
     assert not report.ok
     assert moved
+    assert any("worker is lost" in message.error for message in stopped.values())
     for role in ("prefill", "decode"):
         message = stopped[role]
-        assert "worker is lost" in message.error
+        # Who notices first ends the run: the other may have been told to stop before it could notice.
+        assert not message.error or "worker is lost" in message.error
         assert message.pool["problems"] == []
         capacities = message.pool["capacities"]
         assert capacities["full_available_size"] == capacities["size_full"]
