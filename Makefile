@@ -4,7 +4,7 @@ EXTRAS ?= dev,mooncake-cpu,nixl-cu12
 PY = $(VENV)/bin/python
 READY = $(VENV)/.kvarena-ready
 
-.PHONY: demo test check contract docs clean
+.PHONY: demo test check kernels contract docs clean
 
 demo: $(READY)
 	$(VENV)/bin/kvarena demo $(ARGS)
@@ -21,6 +21,15 @@ check: $(READY)
 # The real SGLang wheels, each release in a process of its own; what they need is kept in .cache/contract.
 contract: $(READY)
 	$(PY) tests/sglang/prepare.py $(ARGS)
+
+# The CUDA kernels without a GPU: Triton interprets them on the CPU, and compiles them for three generations.
+KERNELS = .cache/kernels
+kernels: $(READY) $(KERNELS)/.ready
+	KVARENA_KERNELS=1 PYTHONPATH=$(KERNELS) $(PY) -m pytest tests/kernels $(ARGS)
+
+$(KERNELS)/.ready: constraints.txt
+	$(PY) -m pip install -q --upgrade --no-deps --target $(KERNELS) -c constraints.txt triton
+	@touch $@
 
 docs: $(READY)
 	$(PY) tools/hook_reference.py --check

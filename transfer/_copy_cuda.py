@@ -245,7 +245,7 @@ class CudaCopier:
         if launcher is None:
             capability = self._device.capability
             if page_bytes:
-                tuning = self._tuning or page_tuning(page_bytes)
+                tuning = self._tuning or page_tuning(page_bytes, aligned)
                 kernel = compile_pages(capability, page_bytes, aligned, tuning)
                 launcher = Launcher(self._device, self._stream, kernel, 3)
             else:

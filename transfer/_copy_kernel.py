@@ -8,7 +8,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["Compiled", "Tuning", "compile_pages", "compile_spans", "page_tuning"]
+__all__ = [
+    "Compiled",
+    "Tuning",
+    "compile_pages",
+    "compile_spans",
+    "page_cut",
+    "page_tuning",
+    "span_cut",
+]
 
 _VECTOR = 16
 """Bytes of the widest access of one thread; what is a multiple of it moves in such accesses."""
@@ -87,13 +95,27 @@ def _copy_spans(  # type: ignore[no-untyped-def]
     )
 
 
-def page_tuning(page_bytes: int) -> Tuning:
+def page_tuning(page_bytes: int, aligned: bool) -> Tuning:
     """How pages of this size are cut best: measured on an H200 (docs/engines/same-host.md)."""
+    if not aligned:  # the larger programs would not have the registers for single bytes
+        return Tuning()
     if page_bytes % (128 * 1024) == 0:
         return Tuning(128 * 1024, 32)
     if page_bytes % (64 * 1024) == 0:
         return Tuning(64 * 1024, 16)
     return Tuning()
+
+
+def page_cut(page_bytes: int, aligned: bool, tuning: Tuning) -> tuple[int, int]:
+    """Bytes of the words that a page is copied in, and how many of them one program takes."""
+    word = 4 if aligned and page_bytes % _VECTOR == 0 else 1
+    return word, _span_words(_page_span(page_bytes, tuning.span_bytes), word, tuning.num_warps)
+
+
+def span_cut(aligned: bool, tuning: Tuning) -> tuple[int, int]:
+    """As `page_cut`, for ranges of any length."""
+    word = 4 if aligned else 1
+    return word, _span_words(tuning.span_bytes, word, tuning.num_warps)
 
 
 def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tuning) -> Compiled:
@@ -109,9 +131,8 @@ def compile_pages(capability: int, page_bytes: int, aligned: bool, tuning: Tunin
     aligned : bool
         Whether both bases are multiples of 16 bytes.
     """
-    fast = aligned and page_bytes % _VECTOR == 0
-    word = 4 if fast else 1
-    span = _span_words(_page_span(page_bytes, tuning.span_bytes), word, tuning.num_warps)
+    word, span = page_cut(page_bytes, aligned, tuning)
+    fast = word > 1
     pointer = "*i32" if fast else "*i8"
     source = _source(
         _copy_pages,
@@ -131,8 +152,7 @@ def compile_spans(capability: int, aligned: bool, tuning: Tuning) -> Compiled:
 
     `aligned`: whether every address and length is a multiple of 16 bytes. A program takes one row.
     """
-    word = 4 if aligned else 1
-    span = _span_words(tuning.span_bytes, word, tuning.num_warps)
+    word, span = span_cut(aligned, tuning)
     source = _source(
         _copy_spans,
         {"table": "*i64"},
