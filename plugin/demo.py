@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+from kvarena.plugin import options
 from kvarena.plugin.config import Settings, load_settings, parse_bytes
 from kvarena.plugin.demo_hosts import TwoHosts
 from kvarena.plugin.demo_input import InputError, cut_into_prompts, read_text
@@ -76,7 +77,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--transfer", metavar="ENGINE", help="what moves the pages (KVARENA_TRANSFER, else mooncake)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--device",
+        type=options.device,
+        default="cpu",
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:1 (%(default)s)",
+    )
+    parser.add_argument(
+        "--decode-device",
+        type=options.device,
+        metavar="DEVICE",
+        help="where the decode process runs, if not with the prefill process: another GPU",
+    )
     parser.add_argument(
         "--seed", type=int, default=model.seed, metavar="N", help="of the weights (%(default)s)"
     )
@@ -129,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
             config,
             settings,
             requests,
+            decode_device=args.decode_device,
             port=args.port,
             on_event=console.event,
             growth=(args.grow, growth) if growth else None,
@@ -171,6 +185,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise InputError(f"{name} is {value}.", fix=f"Give {least} to {most}.")
     if args.hosts == 2 and args.port:
         raise InputError("--port is of no use with --hosts 2, whose client has a Unix socket.")
+    if args.decode_device is not None and "cpu" in (args.device, args.decode_device):
+        raise InputError(
+            f"--decode-device {args.decode_device} with --device {args.device}: the pair needs two GPUs.",
+            fix="Give --device cuda:0 --decode-device cuda:1.",
+        )
 
 
 def _limit(args: argparse.Namespace, settings: Settings) -> int:
@@ -192,7 +211,7 @@ def _settings(args: argparse.Namespace, loaded: Settings, limit: int, growth: in
             f"--hosts 2 is about Mooncake over TCP; {', '.join(transfer)} would find both on one machine.",
             fix="Leave --transfer out.",
         )
-    if args.device == "cuda":
+    if args.device != "cpu":
         # The driver gives what the device has; the limit is the pool's own.
         return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=limit - growth)
     return msgspec.structs.replace(

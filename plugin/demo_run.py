@@ -45,6 +45,8 @@ class Demo:
     settings : Settings
         The operator's; names one transfer engine.
     requests : list of Request
+    decode_device : str, optional
+        Where the decode worker runs; by default where `config` says.
     port : int
         Of the control socket on the loopback address; 0: a free one.
     on_event : callable, optional
@@ -67,6 +69,7 @@ class Demo:
         settings: Settings,
         requests: list[Request],
         *,
+        decode_device: str | None = None,
         port: int = 0,
         on_event: Callable[[Role, control.Message], None] = lambda role, message: None,
         growth: tuple[int, int] | None = None,
@@ -78,6 +81,7 @@ class Demo:
                 fix="Give one name with --transfer.",
             )
         self._config = config
+        self._decode_config = config if decode_device is None else config.evolve(device=decode_device)
         self._settings = settings
         self._requests = requests
         self._on_event = on_event
@@ -103,7 +107,7 @@ class Demo:
         self._repeats: dict[int, int] = {}
         """Requests that were served again: their id, and that of the first time."""
         # Beside the pair where each has memory of its own; on a GPU the reference's pool comes after theirs.
-        self._side_by_side = config.device == "cpu"
+        self._side_by_side = not config.on_gpu
 
     @property
     def processes(self) -> dict[Role, subprocess.Popen[bytes]]:
@@ -240,7 +244,8 @@ class Demo:
             port = settings.metrics_port + ROLES.index(role)
             settings = msgspec.structs.replace(settings, metrics_port=port)
         prefix = () if self._hosts is None else self._hosts.prefix(role)
-        self._workers.start(WorkerConfig(role, self._config, settings, self._hub.address), prefix=prefix)
+        config = self._decode_config if role == "decode" else self._config
+        self._workers.start(WorkerConfig(role, config, settings, self._hub.address), prefix=prefix)
 
     def _send(self, role: Role, message: control.Message) -> None:
         self._hub.send(role.encode(), message)

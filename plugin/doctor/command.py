@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin import options
 from kvarena.plugin.doctor.findings import Finding, Report
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--device",
-        type=_device,
+        type=options.device,
         metavar="DEVICE",
         help="cpu, cuda or cuda:1 (default: a GPU if there is one)",
     )
@@ -97,12 +97,6 @@ def _running(settings: Settings) -> Iterator[Finding]:
         yield from processes(find(directory_of(settings)))
     except KvArenaError:
         return  # the settings' part has said so
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device: give cpu, cuda or cuda:<index>")
-    return text
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def examine_embedded(settings: Settings, found: dict[str, Any]) -> Iterator[Find
     from kvarena.plugin.engines.embedded.config import EngineConfig
 
     device = str(found["device"]).partition(":")[0]
-    config = EngineConfig(device=device)  # type: ignore[arg-type]
+    config = EngineConfig(device=device)
     request = config.sizing_request(
         driver=found["driver"], transfer_backend=next(iter(settings.transfer), None)
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin import options
 
 if TYPE_CHECKING:
     from kvarena.pool import SizingRequest
@@ -106,7 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one process of the embedded engine runs."""
 
     model: ModelConfig = ModelConfig()
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:<index>``."""
     page_size: int = 16
     chunk_pages: int = 8
     """Pages that one prefill step fills."""
@@ -120,6 +122,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Addresses to set aside; None: enough for `max_running` sequences of `context_length`."""
 
     def __post_init__(self) -> None:
+        if not options.DEVICE.fullmatch(self.device):
+            raise SettingError(f"the device is {self.device!r}.", fix="Give cpu, cuda or cuda:<index>.")
         for name, least in (
             ("page_size", 1),
             ("chunk_pages", 1),
@@ -139,6 +143,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SettingError(f"batch_sizes are {sizes}; they must be positive and rise.")
         if self.reserved_bytes is not None and self.reserved_bytes < 1:
             raise SettingError(f"reserved_bytes is {self.reserved_bytes}, it must be at least 1.")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the pool is on a GPU, whose memory the driver measures; else a limit is set for it."""
+        return self.device != "cpu"
 
     @property
     def chunk(self) -> int:
@@ -223,7 +232,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         return SizingRequest(
             enabled=True,
-            device=self.device,
+            device=self.device.partition(":")[0],
             driver=driver,
             chunked_prefill_size=self.chunk,
             prefill_captured_sizes=(self.chunk,),

@@ -128,6 +128,7 @@ class Engine:
         self.check()
         problems = list(dict.fromkeys([*self._problems, *self.book.leaks()]))
         return {
+            "device": str(pool.device),
             "timeline": self.lifecycle.timeline.as_dicts(),
             "capacities": capacities(pool, self.allocator),
             "capacity_tokens": self.book.capacity_tokens(),
@@ -218,7 +219,7 @@ class Engine:
         """One request does not fit: the least memory limit with which it would."""
         granularity = self.lifecycle.driver.granularity
         least = self.config.least_bytes(granularity=granularity, headroom=self.settings.headroom)
-        limit = self.settings.memory_limit if self.config.device == "cpu" else self.settings.pool_bytes
+        limit = self.settings.pool_bytes if self.config.on_gpu else self.settings.memory_limit
         given = f"a memory limit of {limit} bytes" if limit is not None else "the memory that is free"
         return SettingError(
             f"{given} is below what one request needs: {error}", fix=f"The least that works is {least} bytes."
@@ -233,12 +234,21 @@ def make_model(config: EngineConfig) -> Decoder:
     SettingError
         The device is not there.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("this machine has no CUDA device.", fix="Give --device cpu.")
+    device = torch.device(config.device)
+    if config.on_gpu:
+        count = torch.cuda.device_count()
+        if count <= (device.index or 0):
+            there = f"has {count} CUDA devices" if count else "has no CUDA device"
+            raise SettingError(
+                f"this machine {there}; {config.device} was asked for.",
+                fix=f"Give --device cuda:{count - 1} or less." if count else "Give --device cpu.",
+            )
+        # Graphs are captured on the current device, whatever the tensors say.
+        torch.cuda.set_device(device.index or 0)
     torch.set_num_threads(1)
     # TF32 would drown the distance between two logits in noise.
     torch.set_float32_matmul_precision("highest")
-    return Decoder(config.model, torch.device(config.device))
+    return Decoder(config.model, device)
 
 
 def sub_pool_specs(config: EngineConfig) -> list[SubPoolSpec]:

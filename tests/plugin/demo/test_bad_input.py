@@ -117,6 +117,15 @@ def test_numbers_out_of_range(capsys: pytest.CaptureFixture[str], option: str, v
     assert value in said
 
 
+@pytest.mark.parametrize(
+    "options", [("--decode-device", "cuda:1"), ("--device", "cuda", "--decode-device", "cpu")]
+)
+def test_a_pair_of_which_one_has_no_gpu(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
+    said = _refused(capsys, *options)
+    assert "the pair needs two GPUs" in said
+    assert "--device cuda:0 --decode-device cuda:1" in said
+
+
 def test_the_shipped_passage() -> None:
     text = read_text(None, most_bytes=1 << 20)
     assert 6000 <= len(text) <= 8000

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig, SettingError
-from kvarena.plugin.engines.embedded.engine import Engine, sub_pool_specs
+from kvarena.plugin.engines.embedded.engine import Engine, make_model, sub_pool_specs
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,28 @@ def test_model_sizes(field: str, value: int) -> None:
         ("batch_sizes", (2, 1)),
         ("batch_sizes", (0, 1)),
         ("reserved_bytes", 0),
+        ("device", "gpu"),
+        ("device", "cuda:"),
+        ("device", "cuda:-1"),
     ],
 )
 def test_engine_sizes(field: str, value: object) -> None:
     with pytest.raises(SettingError, match=field):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("there", "wanted"), [(0, "cuda"), (0, "cuda:1"), (1, "cuda:1"), (2, "cuda:7")])
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, there: int, wanted: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with pytest.raises(SettingError, match=wanted) as refused:
+        make_model(EngineConfig(device=wanted))
+    assert ("Give --device cpu." if there == 0 else f"cuda:{there - 1} or less") in str(refused.value)
+
+
+def test_the_index_of_a_gpu_is_nothing_to_the_planners() -> None:
+    config = EngineConfig(device="cuda:1")
+    assert config.on_gpu
+    assert config.sizing_request(driver="cuda", transfer_backend=None).device == "cuda"
 
 
 @pytest.mark.parametrize("layer_num", [2, 5, 6])
