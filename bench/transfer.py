@@ -1,17 +1,18 @@
 """How fast pages move: each engine through kvarena, the same engine called raw, and memcpy.
 
-    python bench/transfer.py [--engines mooncake nixl] [--rounds 15] [--json]
+    python bench/transfer.py [--engines mooncake nixl same-host] [--memory arena] [--rounds 15] [--json]
 
-Two processes of this host, host memory. For every case the three are measured in turn, round by round,
-so that a busy machine slows all of them: rates are medians, and a ratio is the median of the rounds'
-ratios. "raw" is the fastest of the engine's own calls for the same bytes: the same coalesced copies, on
-the same connection.
+Two processes of this host. For every case the three are measured in turn, round by round, so that a busy
+machine slows all of them: rates are medians, and a ratio is the median of the rounds' ratios. "raw" is
+the fastest of the engine's own calls for the same bytes: the same coalesced copies, on the same
+connection; below our same-host engine there is none. "memcpy" is plain copies within one process.
+Memory: ``arena`` is one of the host driver, ``cuda`` one of the first GPU (memcpy is then one contiguous
+copy), ``plain`` ordinary host memory, which same-host cannot export.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -22,9 +23,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
-from kvarena.transfer import MooncakeEngine, NixlEngine, PageCopies, plan_page_copies
-from kvarena.transfer.testing import EngineHost, HostMemory, PeerProcess, RemoteHost, Standalone
+from _transfer_sides import ENGINES, MEMORY, plain_copy
+from kvarena.transfer import plan_page_copies
+from kvarena.transfer.testing import EngineHost, PeerProcess, RemoteHost
 
 KIB, MIB = 1 << 10, 1 << 20
 ARENA_BYTES = 512 * MIB
@@ -53,10 +56,10 @@ class Row:
     nbytes: int
     operations: int
     memcpy_gb_s: float
-    raw_gb_s: float
+    raw_gb_s: float | None
     kvarena_gb_s: float
     raw_call: str
-    of_raw: float
+    of_raw: float | None
     of_memcpy: float
 
 
@@ -84,56 +87,13 @@ def cases() -> list[Case]:
     ]
 
 
-def raw_mooncake(engine: MooncakeEngine, peer: str, copies: PageCopies) -> dict[str, Callable[[], None]]:
-    """Mooncake's calls for a batch of writes."""
-    te = engine._engine
-    columns = [column.tolist() for column in copies]
-
-    def sync() -> None:
-        assert te.batch_transfer_sync_write(peer, *columns) == 0
-
-    def asynchronous() -> None:
-        batch = te.batch_transfer_async_write(peer, *columns)
-        assert te.get_batch_transfer_status([batch]) == 0
-
-    return {"batch_transfer_sync_write": sync, "batch_transfer_async_write": asynchronous}
-
-
-def raw_nixl(engine: NixlEngine, peer: str, copies: PageCopies) -> dict[str, Callable[[], None]]:
-    """NIXL's calls for a batch of writes: descriptors made anew, as for pages that differ each time."""
-    agent = engine._agent
-
-    def descriptors(addresses: Any) -> Any:
-        rows = np.stack([addresses, copies.lengths, np.zeros_like(addresses)], axis=1).astype(np.uint64)
-        return agent.get_xfer_descs(rows, "DRAM")
-
-    def write() -> None:
-        handle = agent.initialize_xfer("WRITE", descriptors(copies.src), descriptors(copies.dst), peer)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        handle.release()
-        assert state == "DONE"
-
-    return {"initialize_xfer": write}
-
-
-ENGINES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Callable[[], None]]]]] = {
-    "mooncake": (MooncakeEngine, raw_mooncake),
-    "nixl": (NixlEngine, raw_nixl),
-}
-
-
-def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+def measure(engine: str, memory: str, rounds: int, progress: Callable[[str], None]) -> list[Row]:
     """All cases with one engine and a peer process of its own."""
     make, raw = ENGINES[engine]
-    factory = Standalone(make)
-    source = EngineHost(factory, HostMemory, ARENA_BYTES, ARENA_BYTES)
+    source = EngineHost(make, MEMORY[memory], ARENA_BYTES, ARENA_BYTES)
     process = PeerProcess()
-    target = RemoteHost(process, factory, HostMemory, ARENA_BYTES, ARENA_BYTES)
-    here = HostMemory(ARENA_BYTES, ARENA_BYTES)
-    for memory in (source.memory, here):  # touched, so that no page fault is measured
-        ctypes.memset(memory.base, 1, ARENA_BYTES)
+    target = RemoteHost(process, make, MEMORY[memory], ARENA_BYTES, ARENA_BYTES)
+    here = MEMORY[memory](ARENA_BYTES, ARENA_BYTES)
     source.move_ledger()
     target.move_ledger()
     peer = source.engine.connect(target.describe())
@@ -148,14 +108,11 @@ def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[R
                 copies = plan_page_copies(source.base, case.src, target.base, case.dst, case.page_bytes)
                 source.engine.submit(peer, *copies).wait()
 
-            def memcpy(local: PageCopies = local) -> None:
-                for s, d, n in zip(*(column.tolist() for column in local), strict=True):
-                    ctypes.memmove(d, s, n)
-
-            ways = raw(source.engine, peer, plan) | {"memcpy": memcpy, "kvarena": through_kvarena}
-            seconds = in_turn(ways, rounds)
+            theirs = raw(source.engine, peer, plan)
+            plain = plain_copy(source.memory, here, local)
+            seconds = in_turn(theirs | {"memcpy": plain, "kvarena": through_kvarena}, rounds)
             typical = {way: statistics.median(spent) for way, spent in seconds.items()}
-            best = min((way for way in ways if way not in ("memcpy", "kvarena")), key=typical.__getitem__)
+            best = min(theirs, key=typical.__getitem__, default="")
             rate = {way: case.nbytes / spent / 1e9 for way, spent in typical.items()}
             rows.append(
                 Row(
@@ -164,10 +121,10 @@ def measure(engine: str, rounds: int, progress: Callable[[str], None]) -> list[R
                     nbytes=case.nbytes,
                     operations=len(plan.src),
                     memcpy_gb_s=rate["memcpy"],
-                    raw_gb_s=rate[best],
+                    raw_gb_s=rate.get(best),
                     kvarena_gb_s=rate["kvarena"],
                     raw_call=best,
-                    of_raw=ratio(seconds[best], seconds["kvarena"]),
+                    of_raw=ratio(seconds[best], seconds["kvarena"]) if best else None,
                     of_memcpy=ratio(seconds["memcpy"], seconds["kvarena"]),
                 )
             )
@@ -201,10 +158,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Page transfers: each engine through kvarena, raw, and memcpy."
     )
-    parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=sorted(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), help="default: all that can")
+    parser.add_argument("--memory", choices=sorted(MEMORY), default="arena")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="print the rows for programs")
     options = parser.parse_args(arguments)
+    possible = [engine for engine in ENGINES if (engine, options.memory) != ("same-host", "plain")]
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
     from rich.console import Console
@@ -213,12 +172,12 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     rows = []
     with console.status("") as status:
-        for engine in options.engines:
-            rows += measure(engine, options.rounds, status.update)
+        for engine in options.engines or possible:
+            rows += measure(engine, options.memory, options.rounds, status.update)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
         return 0
-    table = Table(title="GB/s, two processes of this host")
+    table = Table(title=f"GB/s, two processes of this host, memory: {options.memory}")
     for column in ("engine", "case"):
         table.add_column(column, no_wrap=True)
     for column in ("copies", "memcpy", "raw", "kvarena", "of raw", "of memcpy"):
@@ -229,9 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
             row.case,
             str(row.operations),
             f"{row.memcpy_gb_s:.2f}",
-            f"{row.raw_gb_s:.2f}",
+            "" if row.raw_gb_s is None else f"{row.raw_gb_s:.2f}",
             f"{row.kvarena_gb_s:.2f}",
-            f"{row.of_raw:.2f}",
+            "" if row.of_raw is None else f"{row.of_raw:.2f}",
             f"{row.of_memcpy:.2f}",
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
