@@ -59,7 +59,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_plugins: tuple[str, ...] = ()
     """Entry-point names that are not loaded, comma-separated."""
     metrics_port: Port | None = None
-    """Serve Prometheus metrics on this port of the loopback address; 0: a free one."""
+    """Serve Prometheus metrics on this port; 0: a free one. In SGLang the index of the GPU is added."""
+    metrics_host: str = "127.0.0.1"
+    """The address that metrics are served on: whoever reaches it can read them."""
     status: bool = True
     """Keep an owner-only status file for ``kvarena status``."""
     sglang_experimental: bool = False

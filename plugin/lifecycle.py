@@ -79,7 +79,7 @@ class PoolLifecycle:
         if settings.metrics_port is not None:
             from kvarena.plugin.metrics import serve_metrics
 
-            self._metrics = serve_metrics(self.reporter, settings.metrics_port)
+            self._metrics = serve_metrics(self.reporter, settings.metrics_port, settings.metrics_host)
 
     @property
     def driver(self) -> Driver:

@@ -27,7 +27,6 @@ from prometheus_client.registry import Collector
 
 __all__ = ["ArenaCollector", "MetricsPortError", "MetricsServer", "make_registry", "serve_metrics"]
 
-LOOPBACK: Final = "127.0.0.1"
 # One handle over 136 GiB takes 4 ms on an H200 and its zeroing 43; thousands of handles take seconds.
 _FINALIZE_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -64,7 +63,7 @@ class ArenaCollector(Collector):
 
 @final
 class MetricsServer:
-    """Serves one registry over HTTP, on the loopback address.
+    """Serves one registry over HTTP.
 
     Attributes
     ----------
@@ -91,31 +90,35 @@ def make_registry(reporter: StatusReporter) -> CollectorRegistry:
     return registry
 
 
-def serve_metrics(reporter: StatusReporter, port: int) -> MetricsServer:
-    """Serve the metrics of one pool at ``http://127.0.0.1:<port>/metrics``.
+def serve_metrics(reporter: StatusReporter, port: int, host: str = "127.0.0.1") -> MetricsServer:
+    """Serve the metrics of one pool at ``http://<host>:<port>/metrics``.
 
     Parameters
     ----------
     reporter : StatusReporter
-        Of the pool; it is told the port, for ``kvarena status``.
+        Of the pool; it is told the address, for ``kvarena status``.
     port : int
         0: a free one.
+    host : str
+        Whose address to listen on; by default only this host can read them.
 
     Raises
     ------
     MetricsPortError
-        The port is taken, or not ours to take.
+        The port is taken, or not ours to take; or the address is none of this host.
     """
     try:
-        server, thread = start_http_server(port, addr=LOOPBACK, registry=make_registry(reporter))
-    except OSError as error:
-        why = "in use" if error.errno == errno.EADDRINUSE else f"not available ({error.strerror})"
+        server, thread = start_http_server(port, addr=host, registry=make_registry(reporter))
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "in use" if taken else f"not available ({getattr(error, 'strerror', None) or error})"
         raise MetricsPortError(
-            f"port {port} of {LOOPBACK} is {why}, so no metrics can be served.",
-            fix="Set KVARENA_METRICS_PORT to another port, or to 0 for a free one.",
+            f"port {port} of {host} is {why}, so no metrics can be served.",
+            fix="Set KVARENA_METRICS_PORT to another port, or to 0 for a free one; KVARENA_METRICS_HOST "
+            "must be an address of this host.",
         ) from error
     served = MetricsServer(server, thread)
-    reporter.metrics_port = served.port
+    reporter.metrics_address = f"{host}:{served.port}"
     return served
 
 

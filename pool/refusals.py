@@ -83,7 +83,7 @@ class Refusal:
     code: str
     """Stable, for metrics: ``kvarena_refusals_total{reason=...}``."""
     setting: str
-    """The setting that caused it, by the engine's name."""
+    """The setting that caused it, by the engine's name; empty: none of them."""
     reason: str
     """In words, with what to do about it."""
 

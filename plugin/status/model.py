@@ -149,5 +149,6 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolStatus
     refusals: tuple[str, ...] = ()
     """Codes of the reasons why the pool is not sized after capture."""
-    metrics_port: int | None = None
+    metrics_address: str | None = None
+    """``host:port`` of its metrics."""
     history: ArenaHistory | None = None

@@ -61,7 +61,7 @@ class StatusReporter:
         name: str = "",
     ) -> None:
         self.name = name or _program()
-        self.metrics_port: int | None = None
+        self.metrics_address: str | None = None
         """Where this process serves its metrics, for whoever reads the status."""
         self.timeline = timeline
         self._settings = settings
@@ -118,7 +118,7 @@ class StatusReporter:
             refusals=tuple(
                 str(event.details.get("code")) for event in self.timeline.events if event.name == "refused"
             ),
-            metrics_port=self.metrics_port,
+            metrics_address=self.metrics_address,
             history=self.history(),
         )
 

@@ -89,8 +89,8 @@ def _process(found: Found, status: ProcessStatus) -> list[RenderableType]:
     elif found.age_s > 10:
         head.append(f"  silent for {found.age_s:.0f} s", "yellow")
     lines: list[RenderableType] = [head]
-    if status.metrics_port is not None:
-        lines.append(Text(f"  metrics at http://127.0.0.1:{status.metrics_port}/metrics"))
+    if status.metrics_address is not None:
+        lines.append(Text(f"  metrics at http://{status.metrics_address}/metrics"))
     if status.refusals:
         lines.append(Text(f"  not sized after capture: {', '.join(status.refusals)}", "yellow"))
     if pool.reserved_bytes:

@@ -138,7 +138,8 @@ def living(place: Path) -> Iterator[int]:
     while not list((place / "sockets").glob(f"{os.getpid()}-*.status.json")):
         assert time.monotonic() < deadline, "no status file was written"
         time.sleep(0.02)
-    yield life.reporter.metrics_port
+    assert life.reporter.metrics_address is not None
+    yield int(life.reporter.metrics_address.rpartition(":")[2])
     life.close()
 
 

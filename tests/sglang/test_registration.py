@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -397,3 +398,15 @@ def test_real_mooncake_over_tcp(rig: Any, finalized: Any, manager: Any) -> None:
     kv.deregister_buffer_to_engine()
     assert source.transfer_sync(target.session_id, page.data_ptr(), at, 8192) != 0
     assert source.engine.unregister_memory(page.data_ptr()) == 0
+
+
+def test_each_gpu_of_a_host_has_a_metrics_port_of_its_own(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1] - 3
+    told = msgspec.structs.replace(runtime.settings, metrics_port=port)
+    monkeypatch.setattr(runtime, "settings", told)
+    monkeypatch.setattr("kvarena.plugin.engines.sglang.report.gpu_index", lambda bound: 3)
+    report = rig.reserved(256, 128).bound.report
+    assert report is not None
+    assert report.reporter.metrics_address == f"127.0.0.1:{port + 3}"

@@ -37,9 +37,9 @@ def plan(original: Callable[[Any], bool], server_args: Any) -> bool:
     planned = False
     refusals = refusals_of(original, server_args)
     for refusal in refusals:
+        setting = f" ({refusal.setting})" if refusal.setting else ""
         runtime.say_once(
-            logging.WARNING,
-            f"kvarena: not sized after capture [{refusal.code}]: {refusal.reason}. ({refusal.setting})",
+            logging.WARNING, f"kvarena: not sized after capture [{refusal.code}]: {refusal.reason}.{setting}"
         )
     if not refusals:
         planned = True
@@ -54,7 +54,7 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
     family, layer = runtime.family, runtime.layer
     problems = runtime.problems()
     if problems or family is None or layer is None:
-        return tuple(Refusal("not_applied", "KVARENA_ENABLE", problem) for problem in problems)
+        return tuple(Refusal("not_applied", "", problem) for problem in problems)
     if layer is Layer.TRUTHFUL:
         return (_release_refusal(),)
     hardened = layer is Layer.HARDENED
@@ -63,7 +63,7 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
         found += _collect(request_from(server_args, drafts_are_stocks_business=hardened))
     except Exception as error:  # noqa: BLE001 - SGLang's own code is asked, which may raise anything
         # A configuration that cannot be read is refused, never guessed at.
-        return (Refusal("unreadable", "KVARENA_ENABLE", f"this configuration cannot be read ({error!r})"),)
+        return (Refusal("unreadable", "", f"this configuration cannot be read ({error!r}); report it"),)
     if not found and not _stock_agrees(original, server_args):
         found.append(Refusal("stock", ENVIRONMENT, "SGLang's own planner refuses it and gives no reason"))
     return tuple(dict.fromkeys(found))
@@ -105,7 +105,7 @@ def _release_refusal() -> Refusal:
             "KVARENA_SGLANG_EXPERIMENTAL",
             f"SGLang {runtime.release} is supported as an experiment only; set KVARENA_SGLANG_EXPERIMENTAL=1",
         )
-    return Refusal("release", "KVARENA_ENABLE", f"SGLang {runtime.release} is too old; use 0.5.20 or later")
+    return Refusal("release", "", f"SGLang {runtime.release} is too old; use 0.5.20 or later")
 
 
 @contextlib.contextmanager

@@ -42,10 +42,11 @@ class PoolReport:
         if settings.metrics_port is not None:
             from kvarena.plugin.metrics import serve_metrics
 
+            # Every scheduler of a host has the same settings, and a GPU of its own.
+            port = settings.metrics_port and settings.metrics_port + gpu_index(bound)
             try:
-                self._metrics = serve_metrics(self.reporter, settings.metrics_port)
+                self._metrics = serve_metrics(self.reporter, port, settings.metrics_host)
             except ConfigError as error:
-                # The ranks of one host share the setting: the first one gets the port.
                 logger.warning("kvarena: no metrics are served by this process: %s", error)
         self.reporter.begin(bound)  # type: ignore[arg-type]
 
@@ -54,6 +55,11 @@ class PoolReport:
         self.reporter.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def gpu_index(bound: BoundPool) -> int:
+    """Which GPU of those that this process sees a pool is on; 0 for host memory."""
+    return bound.device.index or 0
 
 
 def announce_reserved(bound: BoundPool) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from kvarena.plugin.config import Settings
 from kvarena.plugin.lifecycle import PoolLifecycle
-from kvarena.plugin.metrics import ArenaCollector, MetricsPortError
+from kvarena.plugin.metrics import ArenaCollector, MetricsPortError, serve_metrics
+from kvarena.plugin.status.reporter import StatusReporter
+from kvarena.plugin.timeline import Timeline
 from kvarena.pool import MHASubPoolSpec, SizingRequest, UnifiedSWATokenToKVPoolAllocator, resize_for
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,7 +38,15 @@ def lifecycle(tmp_path: Path) -> Iterator[PoolLifecycle]:
     made.close()
 
 
-def _scrape(port: int | None) -> Samples:
+def _port(lifecycle: PoolLifecycle) -> int:
+    address = lifecycle.reporter.metrics_address
+    assert address is not None
+    host, _, port = address.partition(":")
+    assert host == "127.0.0.1"
+    return int(port)
+
+
+def _scrape(port: int) -> Samples:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
@@ -47,7 +57,7 @@ def _scrape(port: int | None) -> Samples:
 
 
 def test_a_scrape_follows_the_pool(lifecycle: PoolLifecycle) -> None:
-    port = lifecycle.reporter.metrics_port
+    port = _port(lifecycle)
     engine = (("engine", "mooncake"),)
     full, swa = (("sub_pool", "full"),), (("sub_pool", "swa"),)
 
@@ -91,25 +101,49 @@ def test_a_scrape_follows_the_pool(lifecycle: PoolLifecycle) -> None:
 
 
 def test_the_port_is_free_again_after_close(lifecycle: PoolLifecycle) -> None:
-    port = lifecycle.reporter.metrics_port
-    assert port
+    port = _port(lifecycle)
     lifecycle.close()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_a_port_in_use_is_named(lifecycle: PoolLifecycle) -> None:
-    port = lifecycle.reporter.metrics_port
+    port = _port(lifecycle)
     with pytest.raises(
         MetricsPortError, match=rf"port {port} of 127\.0\.0\.1 is in use.*KVARENA_METRICS_PORT"
     ):
         PoolLifecycle(Settings(metrics_port=port, load_plugins=False), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("port", "host"), [(0, "192.0.2.1"), (0, "no.such.host.invalid"), (65536, "127.0.0.1")]
+)
+def test_an_address_that_is_not_ours_is_named(port: int, host: str) -> None:
+    reporter = StatusReporter(Settings(), Timeline())
+    with pytest.raises(
+        MetricsPortError, match=rf"port {port} of {host} is not available .*KVARENA_METRICS_HOST"
+    ):
+        serve_metrics(reporter, port, host)
+    assert reporter.metrics_address is None
+
+
+def test_another_address_is_served_when_it_is_asked_for() -> None:
+    settings = Settings(metrics_port=0, metrics_host="127.0.0.2", status=False, load_plugins=False)
+    made = PoolLifecycle(settings, device="cpu")
+    try:
+        address = made.reporter.metrics_address
+        assert address is not None
+        assert address.startswith("127.0.0.2:")
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert b"kvarena_pool_info" in answer.read()
+    finally:
+        made.close()
+
+
 def test_only_the_loopback_address_listens(lifecycle: PoolLifecycle) -> None:
     # 127.0.0.2 is this host as well, and would answer if all addresses were bound.
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.2", lifecycle.reporter.metrics_port or 0)) != 0
+        assert probe.connect_ex(("127.0.0.2", _port(lifecycle))) != 0
 
 
 def test_an_engine_mounts_the_collector_in_its_own_registry(lifecycle: PoolLifecycle) -> None:
