@@ -11,6 +11,7 @@ from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
 from kvarena.plugin.planning.geometry import Layer, ModelGeometry, Span
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LAYER_COUNT_KEYS, LayerKind, count_layers, layer_kinds
+from kvarena.plugin.planning.refused import refuse_unplanned
 from kvarena.plugin.planning.rows import RowReader
 from kvarena.plugin.planning.states import state_dtype, state_shape
 
@@ -19,19 +20,6 @@ __all__ = ["ReadModel", "geometry_from_config", "read_model"]
 #: Names under which multimodal files keep their language model, the commonest first.
 _TEXT_BLOCKS = ("text_config", "language_config", "llm_config", "language_model_config", "thinker_config")
 _OTHER_TOWERS = ("vision", "audio", "image", "video", "speech", "projector", "encoder", "talker", "quant")
-
-#: Keys of caches that are neither a row per token nor a state per request, and what they are.
-_NOT_PLANNED = {
-    "compress_ratios": "compressed sparse attention keeps several caches of its own",
-    "kv_reuse_group": "layers reuse each other's KV in a way that is not known here",
-    "kv_reuse_every_i_layer": "layers reuse each other's KV in a way that is not known here",
-    "mb_per_layer": "half of the layers read one shared cache",
-    "efficient_attention_config": "its layers' states are not known here",
-}
-
-
-#: Model types without attention whose state is not known here, though some files have heads.
-_OTHER_MIXERS = ("rwkv", "retnet", "xlstm", "gla", "hgrn", "delta_net")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     """
     notes = Notes()
     fields = _text_fields(config, notes)
-    _refuse_unplanned(fields)
+    refuse_unplanned(fields, config)
     layers = count_layers(fields)
     kinds = layer_kinds(fields, layers)
     rows = RowReader(fields, layers)
@@ -141,22 +129,6 @@ def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]
 
 def _describes_layers(data: Mapping[str, Any]) -> bool:
     return any(data.get(key) is not None for key in (*LAYER_COUNT_KEYS, "layers_block_type"))
-
-
-def _refuse_unplanned(fields: Fields) -> None:
-    if fields.flag("is_encoder_decoder"):
-        raise fields.error(
-            "is_encoder_decoder", "is true: cross-attention caches are not planned", fix="Plan a decoder."
-        )
-    if fields.model_type.startswith(_OTHER_MIXERS):
-        raise fields.error(
-            "model_type",
-            f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
-            fix="Give the geometry by options.",
-        )
-    for key, why in _NOT_PLANNED.items():
-        if fields.raw(key):
-            raise fields.error(key, f"is there: {why}", fix="Give the geometry by options.")
 
 
 def _kv_owners(fields: Fields, layers: int) -> list[bool]:
