@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | None, dict[str, Any]]:
     from kvarena.plugin.planning.explicit import GeometryOptions
-    from kvarena.plugin.planning.load import load_config
+    from kvarena.plugin.planning.load import load_config, quantization_beside
     from kvarena.plugin.planning.read import read_model
     from kvarena.plugin.planning.weights import estimate_weights
 
@@ -142,6 +142,8 @@ def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | No
         option = "--" + stated[0].replace("_", "-")
         raise PlanError(f"{option} and a file both describe the model.", fix="Give one of them.")
     config = load_config(args.model)
+    if "quantization_config" not in config and (beside := quantization_beside(args.model)) is not None:
+        config["quantization_config"] = beside
     read = read_model(config)
     return read.geometry, estimate_weights(read), config
 

@@ -160,6 +160,8 @@ class ModelGeometry:
         Tokens of the longest request that the model was made for.
     dtype : str or None
         The dtype that the file states.
+    kv_dtype : str or None
+        The dtype that the file wants its KV cache in, where that differs.
     state_dtype : str or None
         The dtype that the file wants its recurrent state in.
     mtp_layers : int
@@ -175,6 +177,7 @@ class ModelGeometry:
     attention_heads: int | None = None
     context_len: int | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     state_dtype: str | None = None
     mtp_layers: int = 0
     multimodal: bool = False

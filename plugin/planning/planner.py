@@ -117,7 +117,13 @@ class Plan:
 def choose_dtypes(model: ModelGeometry, kv: str, conv: str, temporal: str) -> tuple[CacheDtypes, list[str]]:
     """Dtypes of the caches, where ``auto`` follows the model's file; and what was assumed."""
     notes = []
-    if kv == "auto":
+    if kv == "auto" and model.kv_dtype is not None:
+        kv = model.kv_dtype
+        notes.append(
+            f"quantization_config has scales for a KV cache in {kv}, and an engine's auto takes it: "
+            "--kv-cache-dtype bfloat16 keeps 16 bits."
+        )
+    elif kv == "auto":
         kv = model.dtype or ""
         if not kv:
             notes.append("No dtype in the file: the KV cache is counted in bfloat16.")

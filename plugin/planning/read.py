@@ -11,6 +11,7 @@ from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
 from kvarena.plugin.planning.geometry import Layer, ModelGeometry, Span
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LAYER_COUNT_KEYS, LayerKind, count_layers, layer_kinds
+from kvarena.plugin.planning.kv_dtype import stated_kv_dtype
 from kvarena.plugin.planning.refused import refuse_unplanned
 from kvarena.plugin.planning.rows import RowReader
 from kvarena.plugin.planning.states import state_dtype, state_shape
@@ -77,6 +78,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
         attention_heads=fields.count(*HEAD_KEYS),
         context_len=context,
         dtype=_dtype(fields, config),
+        kv_dtype=stated_kv_dtype(fields, config),
         state_dtype=state_dtype(fields),
         mtp_layers=_mtp_layers(fields),
         multimodal=any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config")),
