@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["class_defaults"]
 
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_DSA = {**_MLA, "index_topk": 2048, "index_head_dim": 128}
 _DELTA_NET = {
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -47,6 +48,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": 4},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
+    "deepseek_v32": _DSA,
     "dots1": {"sliding_window": 4096, "max_window_layers": 62},
     "ernie4_5": {"head_dim": 128},
     "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
@@ -67,7 +69,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2},
     "glm4_moe_lite": _MLA,
-    "glm_moe_dsa": {**_MLA, "index_head_dim": 128},
+    "glm_moe_dsa": _DSA,
     "gpt_bigcode": {"multi_query": True},
     "gpt_oss": {
         "head_dim": 64,
@@ -140,7 +142,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 #: Classes that build on another's configuration.
 _LIKE = {
     "cohere2_vision": "cohere2",
-    "deepseek_v32": "deepseek_v3",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "kimi_k2": "deepseek_v3",

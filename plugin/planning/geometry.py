@@ -54,27 +54,32 @@ class KVRow:
 
 @dataclass(frozen=True, slots=True)
 class MLARow:
-    """One token's latent and its rope part in one layer: the same row on every rank."""
+    """One token's latent and its rope part in one layer: the same row on every rank.
+
+    `fp8_scaled` says that an fp8 cache keeps scales beside it, as sparse attention does.
+    """
 
     kv_lora_rank: int
     qk_rope_head_dim: int
+    fp8_scaled: bool = False
 
     def elements(self, tp: int) -> int:
         del tp  # not sharded
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def scaled_bytes(self) -> int:
+        """Bytes of an fp8 row of sparse attention: fp32 scales per block of 128, and the rope in 16 bits.
+
+        SGLang 0.5.23, ``calculate_mla_kv_cache_dim``; its trtllm and tilelang backends keep neither.
+        """
+        return self.kv_lora_rank + self.kv_lora_rank // 128 * 4 + 2 * self.qk_rope_head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """One token's key in a sparse-attention indexer: fp8 with an fp32 scale per block of 128.
+    """One token's key in a sparse-attention indexer: bytes that are the same on every rank."""
 
-    The same on every rank, whatever the KV dtype (SGLang 0.5.23, ``DSATokenToKVPool``).
-    """
-
-    head_dim: int
-
-    def nbytes(self) -> int:
-        return self.head_dim + self.head_dim // 128 * 4
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvarena.plugin.planning.class_defaults import class_defaults
 from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
 from kvarena.plugin.planning.geometry import Layer, ModelGeometry, Span
+from kvarena.plugin.planning.indexers import index_rows
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LAYER_COUNT_KEYS, LayerKind, count_layers, layer_kinds
 from kvarena.plugin.planning.kv_dtype import stated_kv_dtype
 from kvarena.plugin.planning.refused import refuse_unplanned
@@ -55,6 +56,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     layers = count_layers(fields)
     kinds = layer_kinds(fields, layers)
     rows = RowReader(fields, layers)
+    index_keys = index_rows(fields, layers, mla=rows.mla)
     owners = _kv_owners(fields, layers)
     built = []
     for index, kind in enumerate(kinds):
@@ -64,7 +66,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
                 row=row,
                 span=Span(kind.attention) if kind.attention is not None else Span.FULL,
                 window=kind.window if row is not None else None,
-                index=rows.index(index) if row is not None else None,
+                index=index_keys[index] if row is not None else None,
                 state=state_shape(fields, kind.mixer) if kind.mixer is not None else None,
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvarena.plugin.planning.fields import MOST_DIM, Fields
-from kvarena.plugin.planning.geometry import IndexRow, KVRow, MLARow
+from kvarena.plugin.planning.geometry import KVRow, MLARow
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LayerKind
 
 __all__ = ["HIDDEN_KEYS", "RowReader"]
@@ -51,24 +51,9 @@ class RowReader:
             self._full = self._full_row()
         return self._full
 
-    def index(self, layer: int) -> IndexRow | None:
-        """The indexer's key of a layer with sparse attention (DeepSeek V3.2 and its like)."""
-        fields = self._fields
-        if self._mla is None or not fields.stated("index_topk"):
-            return None
-        head_dim = fields.need("index_head_dim", why="index_topk is there, so the indexer has keys")
-        fields.note("The sparse-attention indexer keeps an fp8 key per token beside the latent.")
-        return IndexRow(head_dim) if self._owns_index(layer) else None
-
-    def _owns_index(self, layer: int) -> bool:
-        pattern = self._fields.raw("index_topk_pattern")
-        if isinstance(pattern, str) and len(pattern) == self._layers:
-            return pattern[layer] != "S"
-        every = self._fields.count("index_topk_freq")
-        if every is None:
-            return True
-        offset = self._fields.count("index_skip_topk_offset", least=0)
-        return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+    @property
+    def mla(self) -> bool:
+        return self._mla is not None
 
     def _read_mla(self) -> MLARow | None:
         fields = self._fields
@@ -80,7 +65,10 @@ class RowReader:
         if fields.flag("use_mla_nope"):
             fields.note("use_mla_nope is true: the latent has no rope part.")
             return MLARow(rank, 0)
-        return MLARow(rank, fields.need("qk_rope_head_dim", why="kv_lora_rank is there, so this is MLA"))
+        rope = fields.count("qk_rope_head_dim", least=0)
+        if rope is None:
+            rope = fields.need("qk_rope_head_dim", why="kv_lora_rank is there, so this is MLA")
+        return MLARow(rank, rope, fp8_scaled=fields.count("index_topk") is not None)
 
     def _full_row(self) -> KVRow:
         fields = self._fields
