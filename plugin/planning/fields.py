@@ -45,7 +45,7 @@ class Fields:
         What the model's class assumes for a key that is left out.
     """
 
-    __slots__ = ("_data", "_defaults", "_path", "model_type", "notes")
+    __slots__ = ("_data", "_defaults", "_path", "_read", "model_type", "notes")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Fields:
         self._data = data
         self._path = path
         self._defaults = defaults or {}
+        self._read: set[str] = set()
         self.notes = notes if notes is not None else Notes()
         self.model_type = model_type
 
@@ -70,10 +71,12 @@ class Fields:
         self.notes.add(line)
 
     def __contains__(self, key: str) -> bool:
+        self._read.add(key)
         return key in self._data
 
     def stated(self, key: str) -> bool:
         """Whether the file gives a value, and not ``null``."""
+        self._read.add(key)
         return self._data.get(key) is not None
 
     def has_default(self, key: str) -> bool:
@@ -82,6 +85,7 @@ class Fields:
 
     def raw(self, key: str) -> Any:
         """The value as it stands, or the class's default, or ``None``."""
+        self._read.add(key)
         if key in self._data:
             return self._data[key]
         default = self._defaults.get(key)
@@ -169,6 +173,15 @@ class Fields:
         if len(value) > most:
             raise self.error(key, f"has {len(value)} entries; nothing above {most} is believed")
         return value
+
+    def unread_lists(self, entries: int) -> list[str]:
+        """Lists (and strings in letters) of so many entries that nobody has asked for."""
+        return [
+            key
+            for key, value in self._data.items()
+            if key not in self._read and isinstance(value, (list, str)) and len(value) == entries
+            if isinstance(value, list) or (value.isupper() and len(set(value)) <= 6)
+        ]
 
     def indices(self, key: str, layers: int, *, first: int = 0) -> frozenset[int] | None:
         """A list of layer numbers, counted from `first` in the file and from 0 in the answer."""

@@ -30,10 +30,9 @@ class LayerKind:
 
 def count_layers(fields: Fields) -> int:
     """Layers that serve a token."""
-    if fields.model_type.startswith("longcat_flash"):
-        blocks = fields.need("num_layers", "num_hidden_layers", most=MOST_LAYERS)
-        fields.note(f"{blocks} blocks with two attention layers each, as the class builds them.")
-        return 2 * blocks
+    # Its published file names no model type; experts that compute nothing are LongCat's alone.
+    if fields.model_type.startswith("longcat_flash") or fields.stated("zero_expert_num"):
+        return _twice(fields)
     layers = fields.count(*LAYER_COUNT_KEYS, most=MOST_LAYERS)
     if layers is None:
         # Nemotron-H and its like may leave the count to their list.
@@ -48,6 +47,20 @@ def count_layers(fields: Fields) -> int:
         fields.note(f"{layers} layers run {loops} times, each time with a cache of its own.")
         return fields.whole("num_hidden_layers", layers * loops, most=MOST_LAYERS)
     return layers
+
+
+def _twice(fields: Fields) -> int:
+    """Layers of LongCat Flash: two for each of its blocks, which some files count and some do not."""
+    blocks = fields.count("num_layers", most=MOST_LAYERS // 2)
+    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    if blocks is None:
+        blocks = fields.need("num_hidden_layers", "num_layers", most=MOST_LAYERS // 2)
+    elif layers not in (None, blocks, 2 * blocks):
+        raise fields.error(
+            "num_hidden_layers", f"is {layers}, neither {fields.name('num_layers')} {blocks} nor twice that"
+        )
+    fields.note(f"{blocks} blocks with two attention layers each, as the class builds them.")
+    return 2 * blocks
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind]:

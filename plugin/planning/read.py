@@ -72,6 +72,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
         )
     if not any(layer.row is not None or layer.state is not None for layer in built):
         raise fields.error("num_hidden_layers", "are all without a cache: there is nothing to plan")
+    _remark_unread(fields, layers)
     context = _context_len(fields)
     _remark_long_windows(fields, built, context)
     geometry = ModelGeometry(
@@ -156,6 +157,25 @@ def _context_len(fields: Fields) -> int | None:
         if fields.stated(key):
             return fields.count(key, most=MOST_TOKENS)
     return None
+
+
+#: Lists for each layer that say nothing of what it keeps.
+_HARMLESS = (
+    *("activation_sparsity_pattern", "intermediate_size", "mlp_layer_types", "mlp_only_layers"),
+    *("moe_layer_freq", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
+)
+#: With fewer layers than this, a list of as many entries is likely to be about something else.
+_FEW_LAYERS = 8
+
+
+def _remark_unread(fields: Fields, layers: int) -> None:
+    """Name what looks like a schedule of layers and was not understood: the next model's key, perhaps."""
+    for key in fields.unread_lists(layers) if layers >= _FEW_LAYERS else ():
+        if key not in _HARMLESS and "token" not in key:
+            fields.note(
+                f"{fields.name(key)[:80]} has an entry for each of the {layers} layers and is not read here: "
+                "if it changes what they keep, the plan is wrong."
+            )
 
 
 def _remark_long_windows(fields: Fields, layers: list[Layer], context: int | None) -> None:

@@ -10,7 +10,7 @@ from kvarena.plugin.planning.kinds import HEAD_KEYS, LayerKind
 
 __all__ = ["HIDDEN_KEYS", "RowReader"]
 
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "n_embed", "d_model")
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "num_attention_groups")
 _KV_LISTS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer")
 
@@ -138,6 +138,8 @@ class RowReader:
         attention = fields.block("attn_config")  # DBRX, MPT
         if attention is not None and attention.stated("kv_n_heads"):
             groups = attention.count("kv_n_heads")
+        elif attention is not None and attention.text("attn_type") == "multiquery_attention":
+            groups = 1
         found = groups or fields.count(*_KV_KEYS) or fields.count("num_query_groups")
         if found is None:
             found = self._attention_heads()
