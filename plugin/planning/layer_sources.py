@@ -250,7 +250,7 @@ def _pattern(key: str) -> Reader:
         if isinstance(value, list):
             return _flags(key, {0: "full", 1: "sliding"})(fields, layers)
         every = fields.need(key, most=MOST_LAYERS)
-        if fields.model_type.startswith("modernbert"):
+        if fields.model_type.startswith(("modernbert", "cwm")):
             return ["full" if i % every == 0 else "sliding" for i in range(layers)]
         dense_every = fields.count("prefix_dense_sliding_window_pattern", most=MOST_LAYERS)
         dense = fields.count("first_k_dense_replace", least=0, most=layers) if dense_every else 0

@@ -102,7 +102,8 @@ def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
         raise ConfigError("model_type", "is not a string")
     if path and not path.startswith("text_config"):
         notes.add(f"The language model is read from {path}.")
-    return Fields(data, path=path, notes=notes, defaults=class_defaults(model_type), model_type=model_type)
+    defaults = class_defaults(model_type, nested=bool(path))
+    return Fields(data, path=path, notes=notes, defaults=defaults, model_type=model_type)
 
 
 def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:

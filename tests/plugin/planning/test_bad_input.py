@@ -9,7 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvarena.errors import KvArenaError
-from kvarena.plugin.planning import class_defaults, kinds, layer_sources, mlp, refused, rows, states, windows
+from kvarena.plugin.planning import (
+    class_defaults,
+    indexers,
+    kinds,
+    layer_sources,
+    mlp,
+    refused,
+    rows,
+    states,
+    windows,
+)
 from kvarena.plugin.planning.errors import ConfigError, PlanError
 from kvarena.plugin.planning.load import load_config, parse_config, stored_weight_bytes
 from kvarena.plugin.planning.output import plan_data
@@ -159,7 +169,8 @@ def _keys() -> list[str]:
     import re
 
     found: set[str] = set(PLAIN)
-    for module in (class_defaults, kinds, layer_sources, mlp, refused, rows, states, windows):
+    readers = (class_defaults, indexers, kinds, layer_sources, mlp, refused, rows, states, windows)
+    for module in readers:
         found |= set(re.findall(r'"([a-z_][a-zA-Z_0-9]+)"', inspect.getsource(module)))
     return sorted(found)
 
