@@ -24,6 +24,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
     PlanError
         Nothing there, not readable, not JSON, or not an object.
     """
+    if not str(path).strip():  # an unset variable in a script; Path would make it this folder
+        raise PlanError("The path of the model is empty.", fix="Give a folder or a config.json.")
     file = Path(path)
     try:
         if file.is_dir():
