@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvarena.plugin.planning.errors import ConfigError
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["MOST_DIM", "MOST_LAYERS", "MOST_TOKENS", "Fields", "Notes"]
 
@@ -23,6 +24,7 @@ class Notes:
     lines: list[str] = field(default_factory=list)
 
     def add(self, line: str) -> None:
+        line = printable(line, 400)
         if line not in self.lines:
             self.lines.append(line)
 

@@ -114,5 +114,6 @@ def _dense_width(fields: Fields, layer: Layer) -> int:
     keys = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", "n_inner")
     for key in keys:
         if fields.stated(key):
-            return fields.need(key)
+            # The first Qwen counts both halves of its gate.
+            return fields.need(key) // (2 if fields.model_type == "qwen" else 1)
     return fields.need("intermediate_size", why="the weights' size is made from it")

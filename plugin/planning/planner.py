@@ -17,6 +17,7 @@ from kvarena.plugin.planning.sglang_reserve import (
     reserve_after,
     reserve_before,
 )
+from kvarena.plugin.planning.text import printable
 from kvarena.plugin.planning.units import MIB, format_bytes
 from kvarena.plugin.planning.weights import WeightEstimate
 
@@ -128,7 +129,8 @@ def choose_dtypes(model: ModelGeometry, kv: str, conv: str, temporal: str) -> tu
         if not kv:
             notes.append("No dtype in the file: the KV cache is counted in bfloat16.")
         elif DTYPE_BYTES.get(kv) != 2:
-            notes.append(f"The file's dtype is {kv[:40]}: engines serve it, and keep its KV, in 16 bits.")
+            named = printable(kv, 40)
+            notes.append(f"The file's dtype is {named}: engines serve it, and keep its KV, in 16 bits.")
         if DTYPE_BYTES.get(kv) != 2:
             kv = "bfloat16"
     if any(isinstance(layer.row, MLARow) and layer.row.fp8_scaled for layer in model.layers):

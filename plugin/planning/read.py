@@ -16,6 +16,7 @@ from kvarena.plugin.planning.kv_dtype import stated_kv_dtype
 from kvarena.plugin.planning.refused import refuse_unplanned
 from kvarena.plugin.planning.rows import RowReader
 from kvarena.plugin.planning.states import state_dtype, state_shape
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["ReadModel", "geometry_from_config", "read_model"]
 
@@ -76,7 +77,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     context = _context_len(fields)
     _remark_long_windows(fields, built, context)
     geometry = ModelGeometry(
-        model_type=fields.model_type or "unnamed",
+        model_type=printable(fields.model_type, 60) or "unnamed",
         layers=tuple(built),
         attention_heads=fields.count(*HEAD_KEYS),
         context_len=context,
@@ -163,7 +164,8 @@ def _context_len(fields: Fields) -> int | None:
 #: Lists for each layer that say nothing of what it keeps.
 _HARMLESS = (
     *("activation_sparsity_pattern", "intermediate_size", "mlp_layer_types", "mlp_only_layers"),
-    *("moe_layer_freq", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
+    *("moe_layer_freq", "no_rope_layers", "num_attention_heads_per_layer"),
+    *("swiglu_limits", "swiglu_limits_shared"),
 )
 #: With fewer layers than this, a list of as many entries is likely to be about something else.
 _FEW_LAYERS = 8

@@ -12,6 +12,7 @@ from kvarena.plugin.planning.kinds import HEAD_KEYS
 from kvarena.plugin.planning.mlp import mlp_parameters
 from kvarena.plugin.planning.read import ReadModel
 from kvarena.plugin.planning.rows import HIDDEN_KEYS
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["WeightEstimate", "estimate_weights"]
 
@@ -134,7 +135,7 @@ def _widths(fields: Fields, top: Any) -> _Widths:
     if not isinstance(quantization, dict):
         return _Widths(plain, plain, plain, plain, "16 bits")
     named = quantization.get("quant_method")
-    method = named.lower() if isinstance(named, str) else ""
+    method = printable(named.lower(), 40) if isinstance(named, str) else ""
     lists = (quantization.get(key) for key in ("modules_to_not_convert", "ignore", "exclude_modules"))
     listed = next(filter(None, lists), None)
     ignored = " ".join(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ""

@@ -57,3 +57,9 @@ def test_a_word_for_the_mixer_alone_does_not_take_the_feed_forward_away():
     layers = 4 * 2 * 4096 * 2688
     without = {**named, "intermediate_size": 1}
     assert parameters(named) - parameters(without) == layers - 4 * 2 * 4096
+
+
+def test_the_first_qwen_counts_both_halves_of_its_gate():
+    qwen = {"model_type": "qwen", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    sizes = {"kv_channels": 128, "intermediate_size": 22016, "vocab_size": 151936}
+    assert parameters({**qwen, **sizes, "tie_word_embeddings": False}) / 1e9 == pytest.approx(7.72, rel=0.01)
