@@ -26,7 +26,7 @@ _DELTA_NET = {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
-_QWEN = {"use_sliding_window": False}
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
 _GEMMA2 = {
     "num_key_value_heads": 4,
     "head_dim": 256,

@@ -120,7 +120,8 @@ def _assumed(fields: Fields, layers: int) -> list[str]:
     recurrent = next((key for key in _RECURRENT_KEYS if fields.stated(key)), None)
     if recurrent is not None or fields.model_type in _ALL_MAMBA:
         return _recurrent(fields, layers, recurrent or "state_size")
-    window = sliding_window(fields, layers, needed=False)
+    switched_on = fields.stated("use_sliding_window") and fields.flag("use_sliding_window") is True
+    window = sliding_window(fields, layers, needed=switched_on)
     if not window.on:
         if fields.stated("attention_chunk_size"):
             raise fields.error(

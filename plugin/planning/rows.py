@@ -148,10 +148,10 @@ class RowReader:
             self._check_groups(found, heads)
         return found
 
-    def _check_groups(self, kv_heads: int, heads: int) -> None:
+    def _check_groups(self, kv_heads: int, heads: int, key: str = "num_key_value_heads") -> None:
         if kv_heads > heads or heads % kv_heads:
             raise self._fields.error(
-                "num_key_value_heads",
+                key,
                 f"is {kv_heads}, which does not divide the {heads} attention heads",
                 fix="Correct one of the two.",
             )
@@ -167,7 +167,12 @@ class RowReader:
         values = fields.items(key) or ()
         if len(values) != self._layers:
             raise fields.error(key, f"has {len(values)} entries for {self._layers} layers")
-        return [0 if value is None else fields.whole(key, value, least=0, most=MOST_DIM) for value in values]
+        found = [0 if value is None else fields.whole(key, value, least=0, most=MOST_DIM) for value in values]
+        heads = fields.count(*HEAD_KEYS)
+        if heads is not None:
+            for kv_heads in filter(None, found):
+                self._check_groups(kv_heads, heads, key)
+        return found
 
     def _block_heads(self) -> list[int] | None:
         fields = self._fields

@@ -131,3 +131,31 @@ def test_a_schedule_of_layers_that_is_not_read_is_named(value):
 def test_other_lists_are_not(change):
     notes = geometry_from_config({**PLAIN, **change}).notes
     assert not any("is not read" in note for note in notes)
+
+
+QWEN = {**PLAIN, "model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 32}
+
+
+def test_a_window_that_is_switched_on_must_have_a_size(rank):
+    with pytest.raises(ConfigError, match="sliding_window is missing"):
+        geometry_from_config(QWEN)
+    assert pools(rank, {**QWEN, "sliding_window": None})["full"][1] == 32 * 1024
+    assert pools(rank, {**QWEN, "layer_types": ["full_attention"] * 32})["full"][1] == 32 * 1024
+
+
+def test_qwen_s_first_28_layers_are_full_where_the_file_does_not_say_how_many(rank):
+    built = pools(rank, {**QWEN, "sliding_window": 64})
+    assert {name: layers for name, (layers, _) in built.items()} == {
+        "swa": (28, 29, 30, 31),
+        "full": tuple(range(28)),
+    }
+    notes = geometry_from_config({**QWEN, "sliding_window": 64}).notes
+    assert any("max_window_layers is not in the file: 28, the default of qwen2" in note for note in notes)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "num_key_value_heads_per_layer"])
+@pytest.mark.parametrize("heads", [32, 5])
+def test_heads_of_one_layer_must_divide_the_attention_heads(key, heads):
+    config = {name: value for name, value in PLAIN.items() if name != "num_key_value_heads"}
+    with pytest.raises(ConfigError, match=f"^{key} is {heads}, which does not divide the 16 attention heads"):
+        geometry_from_config({**config, key: [4] * 7 + [heads]})
