@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ __all__ = ["MOST_DIM", "MOST_LAYERS", "MOST_TOKENS", "Fields", "Notes"]
 MOST_LAYERS = 10_000
 MOST_DIM = 1 << 24
 MOST_TOKENS = 1 << 40
+
+_INDEX_NAME = re.compile(r"(layers?|attn|attention|window|swa)(_layers?)?(_(idxs?|ids|index(es)?|indices))?$")
 
 
 @dataclass(slots=True)
@@ -183,6 +186,15 @@ class Fields:
             for key, value in self._data.items()
             if key not in self._read and isinstance(value, (list, str)) and len(value) == entries
             if isinstance(value, list) or (value.isupper() and len(set(value)) <= 6)
+        ]
+
+    def unread_indices(self, below: int) -> list[str]:
+        """Lists of whole numbers up to `below`, named after layers, that nobody has asked for."""
+        return [
+            key
+            for key, value in self._data.items()
+            if key not in self._read and _INDEX_NAME.search(key) and isinstance(value, list) and value
+            if all(type(item) is int and 0 <= item <= below for item in value)
         ]
 
     def indices(self, key: str, layers: int, *, first: int = 0) -> frozenset[int] | None:

@@ -302,6 +302,7 @@ LAYER_SOURCES: tuple[tuple[str, Reader], ...] = (
     ("full_attn_idxs", _indices("full_attn_idxs", "full", "conv")),
     ("cross_attention_layers", _cross),
     ("attention_types", _gpt_neo),
+    ("attention_layers", _list_of("attention_layers")),
     ("attn_layer_period", _period),
     ("full_attention_interval", _every("full_attention_interval", "full", "linear")),
     ("layer_group_size", _group_size),

@@ -140,7 +140,7 @@ def _describes_layers(data: Mapping[str, Any]) -> bool:
 
 def _kv_owners(fields: Fields, layers: int) -> list[bool]:
     """Layers that keep their own KV, and not another layer's."""
-    shared = fields.count("num_kv_shared_layers", least=0, most=MOST_LAYERS) or 0
+    shared = fields.count("num_kv_shared_layers", "num_kv_reuse_layers", least=0, most=MOST_LAYERS) or 0
     if shared >= layers:
         raise fields.error("num_kv_shared_layers", f"is {shared} of {layers} layers: none would keep KV")
     if shared:
@@ -161,22 +161,24 @@ def _context_len(fields: Fields) -> int | None:
     return None
 
 
-#: Lists for each layer that say nothing of what it keeps.
+#: Lists about layers that say nothing of what these keep, and words in the names of others.
 _HARMLESS = (
-    *("activation_sparsity_pattern", "intermediate_size", "mlp_layer_types", "mlp_only_layers"),
-    *("moe_layer_freq", "no_rope_layers", "num_attention_heads_per_layer"),
-    *("swiglu_limits", "swiglu_limits_shared"),
+    *("activation_sparsity_pattern", "eagle_aux_hidden_state_layer_ids", "intermediate_size"),
+    *("num_attention_heads_per_layer", "num_query_heads", "target_layer_ids"),
 )
+_HARMLESS_WORDS = ("expert", "ffn", "mlp", "moe", "rope", "swiglu", "token")
 #: With fewer layers than this, a list of as many entries is likely to be about something else.
 _FEW_LAYERS = 8
 
 
 def _remark_unread(fields: Fields, layers: int) -> None:
     """Name what looks like a schedule of layers and was not understood: the next model's key, perhaps."""
-    for key in fields.unread_lists(layers) if layers >= _FEW_LAYERS else ():
-        if key not in _HARMLESS and "token" not in key:
+    listed = fields.unread_lists(layers) if layers >= _FEW_LAYERS else []
+    for key in [*listed, *fields.unread_indices(layers)]:
+        if key not in _HARMLESS and not any(word in key for word in _HARMLESS_WORDS):
+            what = f"has an entry for each of the {layers} layers" if key in listed else "names layers"
             fields.note(
-                f"{fields.name(key)[:80]} has an entry for each of the {layers} layers and is not read here: "
+                f"{fields.name(key)[:80]} {what} and is not read here: "
                 "if it changes what they keep, the plan is wrong."
             )
 

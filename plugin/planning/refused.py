@@ -15,8 +15,10 @@ _NOT_PLANNED = {
     "compress_ratios": "compressed sparse attention keeps several caches of its own",
     "kv_reuse_group": "layers reuse each other's KV in a way that is not known here",
     "kv_reuse_every_i_layer": "layers reuse each other's KV in a way that is not known here",
+    "kv_sharing_map": "layers reuse each other's KV in a way that is not known here",
     "mb_per_layer": "half of the layers read one shared cache",
     "efficient_attention_config": "its layers' states are not known here",
+    "conv_window": "its attention keeps convolution states that are not known here",
     "zaya_layers": "its attention keeps convolution states that are not known here",
     "cca": "its attention keeps convolution states that are not known here",
     "use_sconv": "every layer keeps convolution states that are not known here",
@@ -56,6 +58,9 @@ def refuse_unplanned(fields: Fields, top: Mapping[str, Any]) -> None:
             f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
             fix="Give the geometry by options.",
         )
+    if (fields.count("key_value_group_size", least=0) or 0) > 1:  # SwiftKV; groups of 1 share nothing
+        why = "layers of a group share one cache, and which they are is not known here"
+        raise fields.error("key_value_group_size", f"is above 1: {why}", fix="Give the geometry by options.")
     for key, why in _NOT_PLANNED.items():
         if fields.raw(key):
             raise fields.error(key, f"is there: {why}", fix="Give the geometry by options.")

@@ -141,6 +141,11 @@ class RowReader:
         elif attention is not None and attention.text("attn_type") == "multiquery_attention":
             groups = 1
         found = groups or fields.count(*_KV_KEYS) or fields.count("num_query_groups")
+        shared = fields.count("n_shared_head")  # PLaMo: query heads to a KV head
+        if found is None and shared is not None and heads is not None:
+            if heads % shared:
+                raise fields.error("n_shared_head", f"is {shared}, which does not divide the {heads} heads")
+            found = heads // shared
         if found is None:
             found = self._attention_heads()
             fields.note(f"No number of KV heads in the file: as many as attention heads, {found}.")

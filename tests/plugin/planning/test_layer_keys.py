@@ -118,10 +118,39 @@ def test_a_schedule_of_layers_that_is_not_read_is_named(value):
     assert any("cache_plan has an entry for each of the 8 layers and is not read" in note for note in notes)
 
 
+@pytest.mark.parametrize("key", ["sliding_window_layers", "global_attn_idx", "swa_layers", "some_layer_ids"])
+def test_indices_of_layers_that_are_not_read_are_named(key):
+    notes = geometry_from_config({**PLAIN, key: [0, 7]}).notes
+    assert any(f"{key} names layers and is not read" in note for note in notes)
+
+
+def test_gpt_neo_s_layers_one_by_one(rank):
+    words = ["global", "local"] * 4
+    assert pools(rank, {**PLAIN, "attention_layers": words, "window_size": 64}) == {
+        "swa": ((1, 3, 5, 7), 4096),
+        "full": ((0, 2, 4, 6), 4096),
+    }
+    with pytest.raises(ConfigError, match="attention_layers makes layer 0 'full'"):
+        geometry_from_config(
+            {**PLAIN, "attention_types": [[["local", "global"], 4]], "attention_layers": words}
+        )
+
+
+def test_plamo_s_query_heads_to_a_kv_head(rank):
+    plamo = {"model_type": "plamo", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40}
+    assert pools(rank, {**plamo, "n_shared_head": 8})["full"][1] == 40 * 2 * 5 * 128 * 2
+    with pytest.raises(ConfigError, match="n_shared_head is 7"):
+        geometry_from_config({**plamo, "n_shared_head": 7})
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"cache_plan": ["a"] * 7},
+        {"mlp_only_layers": [0, 1]},
+        {"moe_layers": [0, 1, 2, 3, 4, 5, 6, 7], "layer_rope_theta": [1.0] * 8},
+        {"swa_layers": [0, 900]},
+        {"full_attn_layers": []},
         {"layer_types": ["full_attention"] * 8},
         {"mlp_layer_types": ["dense"] * 8},
         {"bad_words_token_ids": [1] * 8},

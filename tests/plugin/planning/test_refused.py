@@ -25,9 +25,13 @@ PLAIN: dict[str, Any] = {"hidden_size": 768, "num_attention_heads": 12, "num_hid
         # T5 and its like, also where the flag was left out.
         ({"model_type": "t5", "num_decoder_layers": 12}, "num_decoder_layers"),
         ({"model_type": "bart-like", "encoder_layers": 12, "decoder_layers": 12}, "decoder_layers"),
+        # Layers that share what they keep.
+        ({"model_type": "llama_swiftkv", "key_value_group_size": 2}, "key_value_group_size"),
+        ({"model_type": "qwen3_swiftkv", "kv_sharing_map": {"8": 7}}, "kv_sharing_map"),
         # States that no layer list names.
         ({"model_type": "zaya", "zaya_layers": ["a", 16] * 6}, "zaya_layers"),
         ({"model_type": "zaya", "cca": True}, "cca"),
+        ({"model_type": "baichuan_m1", "conv_window": 2}, "conv_window"),
         ({"model_type": "inkling_model", "use_sconv": True}, "use_sconv"),
         ({"model_type": "qwen4_exp_text", "ple_layer_ids": [1, 5]}, "ple_layer_ids"),
     ],
@@ -52,6 +56,7 @@ def test_a_wrapper_s_word_on_its_decoder_counts(block):
         {"model_type": "bert", "type_vocab_size": 2, "is_decoder": True},
         {"model_type": "modernbert-decoder"},
         {"model_type": "molmo", "patch_size": 14, "vocab_size": 152064},
+        {"model_type": "llama_swiftkv", "num_key_value_layers": 6, "key_value_group_size": 1},
         {"model_type": "ernie4_5"},
         {"model_type": "inkling_model", "use_sconv": False},
         {"model_type": "llama", "architectures": "LlamaForCausalLM"},
