@@ -13,7 +13,7 @@ from typing import Any
 
 from kvarena.plugin.planning.class_sizes import class_sizes
 
-__all__ = ["class_defaults"]
+__all__ = ["class_defaults", "is_known_decoder"]
 
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _DSA = {**_MLA, "index_topk": 2048, "index_head_dim": 128}
@@ -194,6 +194,11 @@ _LIKE = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
+
+
+def is_known_decoder(model_type: str) -> bool:
+    """Whether this is a class of decoders whose defaults are known here."""
+    return model_type in _DEFAULTS or model_type in _LIKE or bool(class_sizes(model_type))
 
 
 def class_defaults(model_type: str, *, nested: bool = False) -> Mapping[str, Any]:

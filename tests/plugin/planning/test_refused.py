@@ -31,6 +31,9 @@ PLAIN: dict[str, Any] = {"hidden_size": 768, "num_attention_heads": 12, "num_hid
         # States that no layer list names.
         ({"model_type": "zaya", "zaya_layers": ["a", 16] * 6}, "zaya_layers"),
         ({"model_type": "zaya", "cca": True}, "cca"),
+        ({"model_type": "gated_deltanet", "expand_v": 2, "use_short_conv": True}, "expand_v"),
+        ({"model_type": "comba", "use_short_conv": True}, "use_short_conv"),
+        ({"model_type": "", "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [9]}, "ssm_cfg"),
         ({"model_type": "baichuan_m1", "conv_window": 2}, "conv_window"),
         ({"model_type": "inkling_model", "use_sconv": True}, "use_sconv"),
         ({"model_type": "qwen4_exp_text", "ple_layer_ids": [1, 5]}, "ple_layer_ids"),
@@ -55,10 +58,13 @@ def test_a_wrapper_s_word_on_its_decoder_counts(block):
     [
         {"model_type": "bert", "type_vocab_size": 2, "is_decoder": True},
         {"model_type": "modernbert-decoder"},
+        {"model_type": "unheard-of", "type_vocab_size": 16, "architectures": ["UnheardOfForCausalLM"]},
+        {"model_type": "phi", "type_vocab_size": 16, "architectures": ["PhiModel"]},
         {"model_type": "molmo", "patch_size": 14, "vocab_size": 152064},
         {"model_type": "llama_swiftkv", "num_key_value_layers": 6, "key_value_group_size": 1},
         {"model_type": "ernie4_5"},
         {"model_type": "inkling_model", "use_sconv": False},
+        {"model_type": "llama", "use_short_conv": False, "ssm_cfg": {}},
         {"model_type": "llama", "architectures": "LlamaForCausalLM"},
     ],
 )
