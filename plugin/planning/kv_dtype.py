@@ -7,7 +7,16 @@ from typing import Any
 
 from kvarena.plugin.planning.fields import Fields
 
-__all__ = ["stated_kv_dtype"]
+__all__ = ["quantization_of", "stated_kv_dtype"]
+
+
+def quantization_of(fields: Fields, top: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How a model is quantized: its own object's word, then the whole file's, by either spelling."""
+    for key in ("quantization_config", "compression_config"):
+        found = fields.raw(key) or top.get(key)
+        if found:
+            return found if isinstance(found, dict) else None
+    return None
 
 
 def stated_kv_dtype(fields: Fields, top: Mapping[str, Any]) -> str | None:
@@ -17,8 +26,8 @@ def stated_kv_dtype(fields: Fields, top: Mapping[str, Any]) -> str | None:
     ``kv_cache_quant_algo`` of FP8, or a ``kv_cache_scheme`` of static 8-bit floats. Other schemes
     leave the cache in the model's dtype there, and a note says so here.
     """
-    quantization = fields.raw("quantization_config") or top.get("quantization_config")
-    if not isinstance(quantization, Mapping):
+    quantization = quantization_of(fields, top)
+    if quantization is None:
         return None
     scheme = quantization.get("kv_cache_scheme")
     if scheme is None:

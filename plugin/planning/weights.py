@@ -9,6 +9,7 @@ from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_TOKENS, Fields
 from kvarena.plugin.planning.geometry import KVRow, Layer, MLARow
 from kvarena.plugin.planning.kinds import HEAD_KEYS
+from kvarena.plugin.planning.kv_dtype import quantization_of
 from kvarena.plugin.planning.mlp import mlp_parameters
 from kvarena.plugin.planning.read import ReadModel
 from kvarena.plugin.planning.rows import HIDDEN_KEYS
@@ -130,9 +131,9 @@ def _state_parameters(layer: Layer, hidden: int) -> int:
 
 def _widths(fields: Fields, top: Any) -> _Widths:
     """Bytes per parameter, as the file's quantization says."""
-    quantization = fields.raw("quantization_config") or top.get("quantization_config")
+    quantization = quantization_of(fields, top)
     plain = 2.0
-    if not isinstance(quantization, dict):
+    if quantization is None:
         return _Widths(plain, plain, plain, plain, "16 bits")
     named = quantization.get("quant_method")
     method = printable(named.lower(), 40) if isinstance(named, str) else ""

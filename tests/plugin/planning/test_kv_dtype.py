@@ -66,6 +66,13 @@ def test_a_wrapper_s_quantization_is_its_language_model_s(cli):
     assert kept(cli(config, "--json").data) == ("fp8_e4m3", 2048)
 
 
+def test_compressed_tensors_older_spelling_is_read(cli):
+    assert kept(cli({**PLAIN, "compression_config": {"kv_cache_scheme": STATIC}}, "--json").data) == (
+        "fp8_e4m3",
+        2048,
+    )
+
+
 def test_modelopt_s_own_file_is_read(tmp_path, cli):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     file = tmp_path / "hf_quant_config.json"
