@@ -21,6 +21,8 @@ __all__ = ["add_parser", "run"]
 EXIT_DOES_NOT_FIT = 1
 
 _KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+#: Options that are about what else lives on a card.
+_OF_A_CARD = ("weights", "runtime_memory", "graph_memory", "activation_memory", "mem_fraction_static")
 _STATE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | None, dict[str, Any]]:
     from kvarena.plugin.planning.explicit import GeometryOptions
-    from kvarena.plugin.planning.load import load_config
+    from kvarena.plugin.planning.load import load_config, quantization_beside
     from kvarena.plugin.planning.read import read_model
     from kvarena.plugin.planning.weights import estimate_weights
 
@@ -142,6 +144,8 @@ def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | No
         option = "--" + stated[0].replace("_", "-")
         raise PlanError(f"{option} and a file both describe the model.", fix="Give one of them.")
     config = load_config(args.model)
+    if "quantization_config" not in config and (beside := quantization_beside(args.model)) is not None:
+        config["quantization_config"] = beside
     read = read_model(config)
     return read.geometry, estimate_weights(read), config
 
@@ -152,9 +156,13 @@ def _request(
     from kvarena.plugin.planning.capacity import Split
     from kvarena.plugin.planning.planner import PlanRequest, choose_dtypes
 
+    for name in _OF_A_CARD:
+        if args.gpu_memory is None and getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise PlanError(f"{option} says nothing without a card.", fix="Give --gpu-memory, too.")
     dtypes, notes = choose_dtypes(model, args.kv_cache_dtype, args.mamba_conv_dtype, args.mamba_ssm_dtype)
-    card = _card(args, model, config, notes) if args.gpu_memory else None
-    pool = parse_bytes(args.pool_memory, what="--pool-memory") if args.pool_memory else None
+    card = _card(args, model, config, notes) if args.gpu_memory is not None else None
+    pool = None if args.pool_memory is None else parse_bytes(args.pool_memory, what="--pool-memory")
     split = Split(args.swa_full_tokens_ratio, args.max_running_requests, args.mamba_full_memory_ratio)
     request = PlanRequest(
         tp=args.tp,
@@ -174,7 +182,7 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
     from kvarena.plugin.planning.load import stored_weight_bytes
     from kvarena.plugin.planning.planner import RUNTIME_BYTES, Card
 
-    weights = parse_bytes(args.weights, what="--weights") if args.weights else None
+    weights = None if args.weights is None else parse_bytes(args.weights, what="--weights")
     if weights is None and args.model and (weights := stored_weight_bytes(args.model)) is not None:
         notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)}.")
     total = card_bytes(args.gpu_memory)

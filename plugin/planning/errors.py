@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvarena.errors import KvArenaError
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["ConfigError", "GeometryError", "PlanError"]
 
@@ -25,7 +26,7 @@ class ConfigError(PlanError):
     """
 
     def __init__(self, key: str, what: str, *, fix: str = "") -> None:
-        super().__init__(f"{key} {what}.", fix=fix)
+        super().__init__(f"{printable(key, 120)} {printable(what, 400)}.", fix=fix)
         self.key = key
 
 

@@ -35,7 +35,14 @@ class GeometryOptions:
         return bool(self.full_layers or self.window_layers or self.state_layers)
 
     def geometry(self) -> ModelGeometry:
-        """The model's geometry. Raises `PlanError` naming the option that is missing."""
+        """The model's geometry.
+
+        Raises
+        ------
+        PlanError
+            An option that is missing, or one that this geometry has no use for.
+        """
+        self._refuse_unused()
         layers: list[Layer] = []
         if self.full_layers:
             layers += [Layer(row=self._row())] * self.full_layers
@@ -53,6 +60,24 @@ class GeometryOptions:
             state = StateShape("given", 0, 0, 0, 0, heads=elements, head_elements=1)
             layers += [Layer(state=state)] * self.state_layers
         return ModelGeometry("given by options", tuple(layers))
+
+    def _refuse_unused(self) -> None:
+        latent = self.kv_lora_rank is not None
+        no_window_heads = (latent or not self.window_layers) and "there are no --window-layers with heads"
+        unused = {
+            "window": not self.window_layers and "there are no --window-layers",
+            "window_kv_heads": no_window_heads,
+            "window_head_dim": no_window_heads,
+            "state_elements": not self.state_layers and "there are no --state-layers",
+            "kv_heads": latent and "--kv-lora-rank makes rows of a latent",
+            "head_dim": latent and "--kv-lora-rank makes rows of a latent",
+            "v_head_dim": latent and "--kv-lora-rank makes rows of a latent",
+            "qk_rope_head_dim": not latent and "there is no --kv-lora-rank",
+        }
+        for name, why in unused.items():
+            if why and getattr(self, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise PlanError(f"{option} says nothing here: {why}.", fix="Leave one of the two out.")
 
     def _row(self) -> KVRow | MLARow:
         if self.kv_lora_rank is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvarena.plugin.planning.errors import ConfigError
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["MOST_DIM", "MOST_LAYERS", "MOST_TOKENS", "Fields", "Notes"]
 
@@ -14,6 +16,8 @@ __all__ = ["MOST_DIM", "MOST_LAYERS", "MOST_TOKENS", "Fields", "Notes"]
 MOST_LAYERS = 10_000
 MOST_DIM = 1 << 24
 MOST_TOKENS = 1 << 40
+
+_INDEX_NAME = re.compile(r"(layers?|attn|attention|window|swa)(_layers?)?(_(idxs?|ids|index(es)?|indices))?$")
 
 
 @dataclass(slots=True)
@@ -23,6 +27,7 @@ class Notes:
     lines: list[str] = field(default_factory=list)
 
     def add(self, line: str) -> None:
+        line = printable(line, 400)
         if line not in self.lines:
             self.lines.append(line)
 
@@ -45,7 +50,7 @@ class Fields:
         What the model's class assumes for a key that is left out.
     """
 
-    __slots__ = ("_data", "_defaults", "_path", "model_type", "notes")
+    __slots__ = ("_data", "_defaults", "_path", "_read", "model_type", "notes")
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Fields:
         self._data = data
         self._path = path
         self._defaults = defaults or {}
+        self._read: set[str] = set()
         self.notes = notes if notes is not None else Notes()
         self.model_type = model_type
 
@@ -70,10 +76,12 @@ class Fields:
         self.notes.add(line)
 
     def __contains__(self, key: str) -> bool:
+        self._read.add(key)
         return key in self._data
 
     def stated(self, key: str) -> bool:
         """Whether the file gives a value, and not ``null``."""
+        self._read.add(key)
         return self._data.get(key) is not None
 
     def has_default(self, key: str) -> bool:
@@ -82,6 +90,7 @@ class Fields:
 
     def raw(self, key: str) -> Any:
         """The value as it stands, or the class's default, or ``None``."""
+        self._read.add(key)
         if key in self._data:
             return self._data[key]
         default = self._defaults.get(key)
@@ -169,6 +178,24 @@ class Fields:
         if len(value) > most:
             raise self.error(key, f"has {len(value)} entries; nothing above {most} is believed")
         return value
+
+    def unread_lists(self, entries: int) -> list[str]:
+        """Lists (and strings in letters) of so many entries that nobody has asked for."""
+        return [
+            key
+            for key, value in self._data.items()
+            if key not in self._read and isinstance(value, (list, str)) and len(value) == entries
+            if isinstance(value, list) or (value.isupper() and len(set(value)) <= 6)
+        ]
+
+    def unread_indices(self, below: int) -> list[str]:
+        """Lists of whole numbers up to `below`, named after layers, that nobody has asked for."""
+        return [
+            key
+            for key, value in self._data.items()
+            if key not in self._read and _INDEX_NAME.search(key) and isinstance(value, list) and value
+            if all(type(item) is int and 0 <= item <= below for item in value)
+        ]
 
     def indices(self, key: str, layers: int, *, first: int = 0) -> frozenset[int] | None:
         """A list of layer numbers, counted from `first` in the file and from 0 in the answer."""

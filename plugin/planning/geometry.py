@@ -54,27 +54,32 @@ class KVRow:
 
 @dataclass(frozen=True, slots=True)
 class MLARow:
-    """One token's latent and its rope part in one layer: the same row on every rank."""
+    """One token's latent and its rope part in one layer: the same row on every rank.
+
+    `fp8_scaled` says that an fp8 cache keeps scales beside it, as sparse attention does.
+    """
 
     kv_lora_rank: int
     qk_rope_head_dim: int
+    fp8_scaled: bool = False
 
     def elements(self, tp: int) -> int:
         del tp  # not sharded
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def scaled_bytes(self) -> int:
+        """Bytes of an fp8 row of sparse attention: fp32 scales per block of 128, and the rope in 16 bits.
+
+        SGLang 0.5.23, ``calculate_mla_kv_cache_dim``; its trtllm and tilelang backends keep neither.
+        """
+        return self.kv_lora_rank + self.kv_lora_rank // 128 * 4 + 2 * self.qk_rope_head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """One token's key in a sparse-attention indexer: fp8 with an fp32 scale per block of 128.
+    """One token's key in a sparse-attention indexer: bytes that are the same on every rank."""
 
-    The same on every rank, whatever the KV dtype (SGLang 0.5.23, ``DSATokenToKVPool``).
-    """
-
-    head_dim: int
-
-    def nbytes(self) -> int:
-        return self.head_dim + self.head_dim // 128 * 4
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,8 @@ class ModelGeometry:
         Tokens of the longest request that the model was made for.
     dtype : str or None
         The dtype that the file states.
+    kv_dtype : str or None
+        The dtype that the file wants its KV cache in, where that differs.
     state_dtype : str or None
         The dtype that the file wants its recurrent state in.
     mtp_layers : int
@@ -175,6 +182,7 @@ class ModelGeometry:
     attention_heads: int | None = None
     context_len: int | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     state_dtype: str | None = None
     mtp_layers: int = 0
     multimodal: bool = False

@@ -30,24 +30,34 @@ class LayerKind:
 
 def count_layers(fields: Fields) -> int:
     """Layers that serve a token."""
-    if fields.model_type.startswith("longcat_flash"):
-        blocks = fields.need("num_layers", "num_hidden_layers", most=MOST_LAYERS)
-        fields.note(f"{blocks} blocks with two attention layers each, as the class builds them.")
-        return 2 * blocks
-    layers = fields.count(*LAYER_COUNT_KEYS, most=MOST_LAYERS)
-    if layers is None:
+    # Its published file names no model type; experts that compute nothing are LongCat's alone.
+    if fields.model_type.startswith("longcat_flash") or fields.stated("zero_expert_num"):
+        return _twice(fields)
+    if not any(fields.stated(key) for key in LAYER_COUNT_KEYS):
         # Nemotron-H and its like may leave the count to their list.
         for key in ("layers_block_type", "layer_types", "hybrid_override_pattern", "block_configs"):
             value = fields.raw(key)
             if isinstance(value, (list, str)) and value:
                 fields.note(f"{fields.name('num_hidden_layers')} is not in the file: the length of {key}.")
                 return fields.whole("num_hidden_layers", len(value), most=MOST_LAYERS)
-        return fields.need(*LAYER_COUNT_KEYS, most=MOST_LAYERS)
+    layers = fields.need(*LAYER_COUNT_KEYS, most=MOST_LAYERS)
     loops = fields.count("loop_num", "num_loops", most=64)
     if loops is not None and loops > 1:
         fields.note(f"{layers} layers run {loops} times, each time with a cache of its own.")
         return fields.whole("num_hidden_layers", layers * loops, most=MOST_LAYERS)
     return layers
+
+
+def _twice(fields: Fields) -> int:
+    """Layers of LongCat Flash: two for each of its blocks, which some files count and some do not."""
+    blocks = fields.need("num_layers", most=MOST_LAYERS // 2, why="it counts the blocks of two layers")
+    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    if layers not in (None, blocks, 2 * blocks):
+        raise fields.error(
+            "num_hidden_layers", f"is {layers}, neither {fields.name('num_layers')} {blocks} nor twice that"
+        )
+    fields.note(f"{blocks} blocks with two attention layers each, as the class builds them.")
+    return 2 * blocks
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind]:
@@ -101,10 +111,17 @@ def _assumed(fields: Fields, layers: int) -> list[str]:
     for key, read in LAYER_SOURCES:
         if fields.has_default(key) and (words := read(fields, layers)):
             return words
+    if fields.model_type in ("minimax", "minimax_text_01"):
+        raise fields.error(
+            "layer_types",
+            "is missing: some layers are lightning attention, and nothing says which",
+            fix="Add layer_types or attn_type_list, or give the geometry by options.",
+        )
     recurrent = next((key for key in _RECURRENT_KEYS if fields.stated(key)), None)
     if recurrent is not None or fields.model_type in _ALL_MAMBA:
         return _recurrent(fields, layers, recurrent or "state_size")
-    window = sliding_window(fields, layers, needed=False)
+    switched_on = fields.stated("use_sliding_window") and fields.flag("use_sliding_window") is True
+    window = sliding_window(fields, layers, needed=switched_on)
     if not window.on:
         if fields.stated("attention_chunk_size"):
             raise fields.error(

@@ -24,6 +24,9 @@ _FULL = (
     "global_attention",
     "attn",
     "deepseek_sparse_attention",
+    "minicpm4",
+    "minicpm",
+    "standard",
 )
 _SLIDING = ("sliding", "sliding_attention", "sliding_window_attention", "swa", "local", "local_attention")
 _WORDS = {
@@ -31,6 +34,7 @@ _WORDS = {
     **dict.fromkeys(_SLIDING, "sliding"),
     **dict.fromkeys(("chunked", "chunked_attention"), "chunked"),
     **dict.fromkeys(("linear", "linear_attention", "kda", "gated_deltanet"), "linear"),
+    **dict.fromkeys(("lightning", "lightning_attn", "lightning-attn"), "linear"),
     **dict.fromkeys(("mamba", "mamba2"), "mamba"),
     **dict.fromkeys(("conv", "short_conv"), "conv"),
     **dict.fromkeys(("recurrent",), "recurrent"),
@@ -133,9 +137,11 @@ def _kimi(fields: Fields, layers: int) -> list[str] | None:
     block = fields.block("linear_attn_config")
     if block is None:
         return None
-    # Counted from 1 in these files.
-    full = block.indices("full_attn_layers", layers, first=1)
-    kda = block.indices("kda_layers", layers, first=1)
+    # Counted from 1 in Kimi's files; a list with a 0 in it is not.
+    named = [*(block.items("full_attn_layers") or ()), *(block.items("kda_layers") or ())]
+    first = 0 if any(value == 0 and value is not False for value in named) else 1
+    full = block.indices("full_attn_layers", layers, first=first)
+    kda = block.indices("kda_layers", layers, first=first)
     if full is None and kda is None:
         return None
     if full is not None and kda is not None and (full & kda or len(full | kda) != layers):
@@ -162,14 +168,39 @@ def _period(fields: Fields, layers: int) -> list[str] | None:
     return ["full" if index % period == offset else "mamba" for index in range(layers)]
 
 
-def _block_types(fields: Fields, layers: int) -> list[str] | None:
-    """Recurrent Gemma's repeating pattern; its attention is always local."""
-    pattern = fields.items("block_types")
-    if not pattern:
+def _repeated(key: str, *, local: bool) -> Reader:
+    """A pattern that repeats: Recurrent Gemma's, whose attention is always local, and MiniCPM's."""
+
+    def read(fields: Fields, layers: int) -> list[str] | None:
+        pattern = fields.items(key)
+        if not pattern:
+            return None
+        words = _list_of(key)(fields, len(pattern)) or []
+        if local:
+            words = ["sliding" if word == "full" else word for word in words]
+        return [words[index % len(words)] for index in range(layers)]
+
+    return read
+
+
+def _full_attention_layers(fields: Fields, layers: int) -> list[str] | None:
+    """Indices of full layers; which kind the others are, other keys say."""
+    chosen = fields.indices("full_attention_layers", layers)
+    if chosen is None:
         return None
-    words = _list_of("block_types")(fields, len(pattern)) or []
-    local = ["sliding" if word == "full" else word for word in words]
-    return [local[index % len(local)] for index in range(layers)]
+    if fields.stated("linear_num_value_heads"):
+        other = "linear"
+    elif sliding_window(fields, layers, needed=False).on:
+        other = "sliding"
+    elif len(chosen) < layers:
+        raise fields.error(
+            "full_attention_layers",
+            f"names {len(chosen)} of {layers} layers, and nothing says what the others are",
+            fix="Add layer_types, or give the geometry by options.",
+        )
+    else:
+        other = "full"
+    return ["full" if index in chosen else other for index in range(layers)]
 
 
 def _gpt_neo(fields: Fields, layers: int) -> list[str] | None:
@@ -219,7 +250,7 @@ def _pattern(key: str) -> Reader:
         if isinstance(value, list):
             return _flags(key, {0: "full", 1: "sliding"})(fields, layers)
         every = fields.need(key, most=MOST_LAYERS)
-        if fields.model_type.startswith("modernbert"):
+        if fields.model_type.startswith(("modernbert", "cwm")):
             return ["full" if i % every == 0 else "sliding" for i in range(layers)]
         dense_every = fields.count("prefix_dense_sliding_window_pattern", most=MOST_LAYERS)
         dense = fields.count("first_k_dense_replace", least=0, most=layers) if dense_every else 0
@@ -271,10 +302,13 @@ LAYER_SOURCES: tuple[tuple[str, Reader], ...] = (
     ("full_attn_idxs", _indices("full_attn_idxs", "full", "conv")),
     ("cross_attention_layers", _cross),
     ("attention_types", _gpt_neo),
+    ("attention_layers", _list_of("attention_layers")),
     ("attn_layer_period", _period),
     ("full_attention_interval", _every("full_attention_interval", "full", "linear")),
     ("layer_group_size", _group_size),
-    ("block_types", _block_types),
+    ("block_types", _repeated("block_types", local=True)),
+    ("mixer_types", _repeated("mixer_types", local=False)),
+    ("full_attention_layers", _full_attention_layers),
     ("attention_chunk_size", _chunked),
     ("sliding_window_pattern", _pattern("sliding_window_pattern")),
     ("_sliding_window_pattern", _pattern("_sliding_window_pattern")),

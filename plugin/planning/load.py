@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarena.plugin.planning.errors import PlanError
 
-__all__ = ["load_config", "stored_weight_bytes"]
+__all__ = ["load_config", "quantization_beside", "stored_weight_bytes"]
 
 #: A published configuration is a few kilobytes; some quantized ones list every module.
 _MOST_BYTES = 32 << 20
@@ -24,6 +24,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
     PlanError
         Nothing there, not readable, not JSON, or not an object.
     """
+    if not str(path).strip():  # an unset variable in a script; Path would make it this folder
+        raise PlanError("The path of the model is empty.", fix="Give a folder or a config.json.")
     file = Path(path)
     try:
         if file.is_dir():
@@ -64,6 +66,23 @@ def parse_config(raw: bytes, *, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PlanError(f"{name} holds no object but a {type(data).__name__}.", fix="Give a config.json.")
     return data
+
+
+def quantization_beside(path: str | Path) -> dict[str, Any] | None:
+    """What ``hf_quant_config.json`` says, where it lies beside a configuration.
+
+    ModelOpt's older checkpoints keep their quantization, and their KV cache's, in a file of its own.
+
+    Raises
+    ------
+    PlanError
+        It is there, and cannot be read: what the cache is kept in would be a guess.
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    section = load_config(file).get("quantization")
+    return section if isinstance(section, dict) else None
 
 
 def stored_weight_bytes(path: str | Path) -> int | None:

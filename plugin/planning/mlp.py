@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvarena.plugin.planning.fields import MOST_LAYERS, Fields
 from kvarena.plugin.planning.geometry import Layer
 
@@ -20,24 +23,34 @@ def mlp_parameters(fields: Fields, index: int, layers: int, layer: Layer, hidden
     ConfigError
         The file has no size of the feed-forward part.
     """
-    letter = _nemotron_letter(fields, index)
-    if letter in ("M", "*"):
+    alone = _alone(fields, index)
+    if alone == "mixer":
         return 0, 0  # there a layer is one thing only
     matrices = 2 if _ungated(fields) else 3
     experts = _experts(fields)
-    if experts and (letter == "E" or (letter is None and _sparse(fields, index, layers))):
+    if experts and (alone == "moe" or (alone is None and _sparse(fields, index, layers))):
         width = fields.count("moe_intermediate_size", "expert_ffn_hidden_size") or _dense_width(fields, layer)
         if fields.model_type.startswith("llama4"):
             width = fields.need("intermediate_size")
-        router = hidden * experts
-        shared = matrices * hidden * _shared_width(fields, width)
-        return router + shared, experts * matrices * hidden * width
+        outside = hidden * experts + matrices * hidden * _shared_width(fields, width)  # the router first
+        inner = fields.count("moe_latent_size", "routed_expert_hidden_size")
+        if inner is None:
+            inner = hidden
+        else:
+            outside += 2 * hidden * inner  # into the latent that the experts work in, and out of it
+        return outside, experts * matrices * inner * width
     return matrices * hidden * _dense_width(fields, layer), 0
 
 
-def _nemotron_letter(fields: Fields, index: int) -> str | None:
-    pattern = fields.text("hybrid_override_pattern")
-    return pattern[index] if pattern and index < len(pattern) else None
+def _alone(fields: Fields, index: int) -> str | None:
+    """What a layer is in a family whose layers are one thing only, by letters or by words."""
+    pattern: Sequence[Any] | None = fields.text("hybrid_override_pattern")
+    if not pattern:
+        pattern = fields.items("layers_block_type")
+        if not pattern or not {"mlp", "moe"} & {word for word in pattern if isinstance(word, str)}:
+            return None
+    kind = pattern[index] if index < len(pattern) else None
+    return {"E": "moe", "moe": "moe", "-": "mlp", "mlp": "mlp"}.get(str(kind), "mixer")
 
 
 def _ungated(fields: Fields) -> bool:
@@ -101,5 +114,6 @@ def _dense_width(fields: Fields, layer: Layer) -> int:
     keys = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", "n_inner")
     for key in keys:
         if fields.stated(key):
-            return fields.need(key)
+            # The first Qwen counts both halves of its gate.
+            return fields.need(key) // (2 if fields.model_type == "qwen" else 1)
     return fields.need("intermediate_size", why="the weights' size is made from it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvarena.plugin.planning.capacity import Capacity, Split, capacity, floor_bytes, most_slots, requests_of
 from kvarena.plugin.planning.errors import PlanError
-from kvarena.plugin.planning.geometry import ModelGeometry
+from kvarena.plugin.planning.geometry import MLARow, ModelGeometry
 from kvarena.plugin.planning.ranks import DTYPE_BYTES, CacheDtypes, RankGeometry, stages
 from kvarena.plugin.planning.sglang_reserve import (
     Reserve,
@@ -17,6 +17,7 @@ from kvarena.plugin.planning.sglang_reserve import (
     reserve_after,
     reserve_before,
 )
+from kvarena.plugin.planning.text import printable
 from kvarena.plugin.planning.units import MIB, format_bytes
 from kvarena.plugin.planning.weights import WeightEstimate
 
@@ -117,14 +118,28 @@ class Plan:
 def choose_dtypes(model: ModelGeometry, kv: str, conv: str, temporal: str) -> tuple[CacheDtypes, list[str]]:
     """Dtypes of the caches, where ``auto`` follows the model's file; and what was assumed."""
     notes = []
-    if kv == "auto":
+    if kv == "auto" and model.kv_dtype is not None:
+        kv = model.kv_dtype
+        notes.append(
+            f"quantization_config has scales for a KV cache in {kv}, and an engine's auto takes it: "
+            "--kv-cache-dtype bfloat16 keeps 16 bits."
+        )
+    elif kv == "auto":
         kv = model.dtype or ""
         if not kv:
             notes.append("No dtype in the file: the KV cache is counted in bfloat16.")
         elif DTYPE_BYTES.get(kv) != 2:
-            notes.append(f"The file's dtype is {kv[:40]}: engines serve it, and keep its KV, in 16 bits.")
+            named = printable(kv, 40)
+            notes.append(f"The file's dtype is {named}: engines serve it, and keep its KV, in 16 bits.")
         if DTYPE_BYTES.get(kv) != 2:
             kv = "bfloat16"
+    if any(isinstance(layer.row, MLARow) and layer.row.fp8_scaled for layer in model.layers):
+        notes.append(
+            "fp8 rows of sparse attention keep scales and a 16-bit rope part, except in SGLang's trtllm and "
+            "tilelang backends."
+            if kv.startswith("fp8")
+            else "SGLang's auto keeps the KV of sparse attention in fp8_e4m3 on Blackwell: --kv-cache-dtype."
+        )
     if temporal == "auto":
         temporal = model.state_dtype or ""
         if temporal not in DTYPE_BYTES:

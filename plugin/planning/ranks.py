@@ -191,7 +191,7 @@ def rank_geometry(
             pools.append(_row_pool(name, kind, members, tp, dtypes, window=window))
     indexed = [(i, layer) for i, layer in chosen if layer.index is not None]
     if indexed:
-        sizes = tuple(layer.index.nbytes() for _, layer in indexed if layer.index is not None)
+        sizes = tuple(layer.index.nbytes for _, layer in indexed if layer.index is not None)
         pools.append(SubPool("indexer", "indexer", tuple(i for i, _ in indexed), sizes))
     full = [(i, layer) for i, layer in chosen if layer.row is not None and layer.span is Span.FULL]
     if full:
@@ -211,15 +211,20 @@ def _row_pool(
 ) -> SubPool:
     members = list(members)
     rows = [layer.row for _, layer in members if layer.row is not None]
-    size = DTYPE_BYTES[dtypes.kv]
     return SubPool(
         name=name,
         kind=kind,
         layers=tuple(index for index, _ in members),
-        layer_bytes=tuple(row.elements(tp) * size for row in rows),
+        layer_bytes=tuple(_row_bytes(row, tp, dtypes.kv) for row in rows),
         window=window,
         row=_on_rank(rows[0], tp) if len(set(rows)) == 1 else None,
     )
+
+
+def _row_bytes(row: KVRow | MLARow, tp: int, kv: str) -> int:
+    if isinstance(row, MLARow) and row.fp8_scaled and kv in ("fp8", "fp8_e4m3"):
+        return row.scaled_bytes()
+    return row.elements(tp) * DTYPE_BYTES[kv]
 
 
 def _on_rank(row: KVRow | MLARow, tp: int) -> KVRow | MLARow:

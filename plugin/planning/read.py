@@ -10,28 +10,19 @@ from kvarena.plugin.planning.class_defaults import class_defaults
 from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
 from kvarena.plugin.planning.geometry import Layer, ModelGeometry, Span
+from kvarena.plugin.planning.indexers import index_rows
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LAYER_COUNT_KEYS, LayerKind, count_layers, layer_kinds
+from kvarena.plugin.planning.kv_dtype import stated_kv_dtype
+from kvarena.plugin.planning.refused import refuse_unplanned
 from kvarena.plugin.planning.rows import RowReader
 from kvarena.plugin.planning.states import state_dtype, state_shape
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["ReadModel", "geometry_from_config", "read_model"]
 
 #: Names under which multimodal files keep their language model, the commonest first.
 _TEXT_BLOCKS = ("text_config", "language_config", "llm_config", "language_model_config", "thinker_config")
 _OTHER_TOWERS = ("vision", "audio", "image", "video", "speech", "projector", "encoder", "talker", "quant")
-
-#: Keys of caches that are neither a row per token nor a state per request, and what they are.
-_NOT_PLANNED = {
-    "compress_ratios": "compressed sparse attention keeps several caches of its own",
-    "kv_reuse_group": "layers reuse each other's KV in a way that is not known here",
-    "kv_reuse_every_i_layer": "layers reuse each other's KV in a way that is not known here",
-    "mb_per_layer": "half of the layers read one shared cache",
-    "efficient_attention_config": "its layers' states are not known here",
-}
-
-
-#: Model types without attention whose state is not known here, though some files have heads.
-_OTHER_MIXERS = ("rwkv", "retnet", "xlstm", "gla", "hgrn", "delta_net")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +53,11 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     """
     notes = Notes()
     fields = _text_fields(config, notes)
-    _refuse_unplanned(fields)
+    refuse_unplanned(fields, config)
     layers = count_layers(fields)
     kinds = layer_kinds(fields, layers)
     rows = RowReader(fields, layers)
+    index_keys = index_rows(fields, layers, mla=rows.mla)
     owners = _kv_owners(fields, layers)
     built = []
     for index, kind in enumerate(kinds):
@@ -75,20 +67,22 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
                 row=row,
                 span=Span(kind.attention) if kind.attention is not None else Span.FULL,
                 window=kind.window if row is not None else None,
-                index=rows.index(index) if row is not None else None,
+                index=index_keys[index] if row is not None else None,
                 state=state_shape(fields, kind.mixer) if kind.mixer is not None else None,
             )
         )
     if not any(layer.row is not None or layer.state is not None for layer in built):
         raise fields.error("num_hidden_layers", "are all without a cache: there is nothing to plan")
+    _remark_unread(fields, layers)
     context = _context_len(fields)
     _remark_long_windows(fields, built, context)
     geometry = ModelGeometry(
-        model_type=fields.model_type or "unnamed",
+        model_type=printable(fields.model_type, 60) or "unnamed",
         layers=tuple(built),
         attention_heads=fields.count(*HEAD_KEYS),
         context_len=context,
         dtype=_dtype(fields, config),
+        kv_dtype=stated_kv_dtype(fields, config),
         state_dtype=state_dtype(fields),
         mtp_layers=_mtp_layers(fields),
         multimodal=any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config")),
@@ -109,7 +103,8 @@ def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
         raise ConfigError("model_type", "is not a string")
     if path and not path.startswith("text_config"):
         notes.add(f"The language model is read from {path}.")
-    return Fields(data, path=path, notes=notes, defaults=class_defaults(model_type), model_type=model_type)
+    defaults = class_defaults(model_type, nested=bool(path))
+    return Fields(data, path=path, notes=notes, defaults=defaults, model_type=model_type)
 
 
 def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -143,25 +138,9 @@ def _describes_layers(data: Mapping[str, Any]) -> bool:
     return any(data.get(key) is not None for key in (*LAYER_COUNT_KEYS, "layers_block_type"))
 
 
-def _refuse_unplanned(fields: Fields) -> None:
-    if fields.flag("is_encoder_decoder"):
-        raise fields.error(
-            "is_encoder_decoder", "is true: cross-attention caches are not planned", fix="Plan a decoder."
-        )
-    if fields.model_type.startswith(_OTHER_MIXERS):
-        raise fields.error(
-            "model_type",
-            f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
-            fix="Give the geometry by options.",
-        )
-    for key, why in _NOT_PLANNED.items():
-        if fields.raw(key):
-            raise fields.error(key, f"is there: {why}", fix="Give the geometry by options.")
-
-
 def _kv_owners(fields: Fields, layers: int) -> list[bool]:
     """Layers that keep their own KV, and not another layer's."""
-    shared = fields.count("num_kv_shared_layers", least=0, most=MOST_LAYERS) or 0
+    shared = fields.count("num_kv_shared_layers", "num_kv_reuse_layers", least=0, most=MOST_LAYERS) or 0
     if shared >= layers:
         raise fields.error("num_kv_shared_layers", f"is {shared} of {layers} layers: none would keep KV")
     if shared:
@@ -180,6 +159,28 @@ def _context_len(fields: Fields) -> int | None:
         if fields.stated(key):
             return fields.count(key, most=MOST_TOKENS)
     return None
+
+
+#: Lists about layers that say nothing of what these keep, and words in the names of others.
+_HARMLESS = (
+    *("activation_sparsity_pattern", "eagle_aux_hidden_state_layer_ids", "intermediate_size"),
+    *("num_attention_heads_per_layer", "num_query_heads", "target_layer_ids"),
+)
+_HARMLESS_WORDS = ("expert", "ffn", "mlp", "moe", "rope", "swiglu", "token")
+#: With fewer layers than this, a list of as many entries is likely to be about something else.
+_FEW_LAYERS = 8
+
+
+def _remark_unread(fields: Fields, layers: int) -> None:
+    """Name what looks like a schedule of layers and was not understood: the next model's key, perhaps."""
+    listed = fields.unread_lists(layers) if layers >= _FEW_LAYERS else []
+    for key in [*listed, *fields.unread_indices(layers)]:
+        if key not in _HARMLESS and not any(word in key for word in _HARMLESS_WORDS):
+            what = f"has an entry for each of the {layers} layers" if key in listed else "names layers"
+            fields.note(
+                f"{fields.name(key)[:80]} {what} and is not read here: "
+                "if it changes what they keep, the plan is wrong."
+            )
 
 
 def _remark_long_windows(fields: Fields, layers: list[Layer], context: int | None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvarena.plugin.planning.fields import MOST_DIM, Fields
-from kvarena.plugin.planning.geometry import IndexRow, KVRow, MLARow
+from kvarena.plugin.planning.geometry import KVRow, MLARow
 from kvarena.plugin.planning.kinds import HEAD_KEYS, LayerKind
 
 __all__ = ["HIDDEN_KEYS", "RowReader"]
 
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "n_embed", "d_model")
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "num_attention_groups")
 _KV_LISTS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer")
 
@@ -51,24 +51,9 @@ class RowReader:
             self._full = self._full_row()
         return self._full
 
-    def index(self, layer: int) -> IndexRow | None:
-        """The indexer's key of a layer with sparse attention (DeepSeek V3.2 and its like)."""
-        fields = self._fields
-        if self._mla is None or not fields.stated("index_topk"):
-            return None
-        head_dim = fields.need("index_head_dim", why="index_topk is there, so the indexer has keys")
-        fields.note("The sparse-attention indexer keeps an fp8 key per token beside the latent.")
-        return IndexRow(head_dim) if self._owns_index(layer) else None
-
-    def _owns_index(self, layer: int) -> bool:
-        pattern = self._fields.raw("index_topk_pattern")
-        if isinstance(pattern, str) and len(pattern) == self._layers:
-            return pattern[layer] != "S"
-        every = self._fields.count("index_topk_freq")
-        if every is None:
-            return True
-        offset = self._fields.count("index_skip_topk_offset", least=0)
-        return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+    @property
+    def mla(self) -> bool:
+        return self._mla is not None
 
     def _read_mla(self) -> MLARow | None:
         fields = self._fields
@@ -80,7 +65,10 @@ class RowReader:
         if fields.flag("use_mla_nope"):
             fields.note("use_mla_nope is true: the latent has no rope part.")
             return MLARow(rank, 0)
-        return MLARow(rank, fields.need("qk_rope_head_dim", why="kv_lora_rank is there, so this is MLA"))
+        rope = fields.count("qk_rope_head_dim", least=0)
+        if rope is None:
+            rope = fields.need("qk_rope_head_dim", why="kv_lora_rank is there, so this is MLA")
+        return MLARow(rank, rope, fp8_scaled=fields.count("index_topk") is not None)
 
     def _full_row(self) -> KVRow:
         fields = self._fields
@@ -150,7 +138,14 @@ class RowReader:
         attention = fields.block("attn_config")  # DBRX, MPT
         if attention is not None and attention.stated("kv_n_heads"):
             groups = attention.count("kv_n_heads")
+        elif attention is not None and attention.text("attn_type") == "multiquery_attention":
+            groups = 1
         found = groups or fields.count(*_KV_KEYS) or fields.count("num_query_groups")
+        shared = fields.count("n_shared_head")  # PLaMo: query heads to a KV head
+        if found is None and shared is not None and heads is not None:
+            if heads % shared:
+                raise fields.error("n_shared_head", f"is {shared}, which does not divide the {heads} heads")
+            found = heads // shared
         if found is None:
             found = self._attention_heads()
             fields.note(f"No number of KV heads in the file: as many as attention heads, {found}.")
@@ -158,10 +153,10 @@ class RowReader:
             self._check_groups(found, heads)
         return found
 
-    def _check_groups(self, kv_heads: int, heads: int) -> None:
+    def _check_groups(self, kv_heads: int, heads: int, key: str = "num_key_value_heads") -> None:
         if kv_heads > heads or heads % kv_heads:
             raise self._fields.error(
-                "num_key_value_heads",
+                key,
                 f"is {kv_heads}, which does not divide the {heads} attention heads",
                 fix="Correct one of the two.",
             )
@@ -177,7 +172,12 @@ class RowReader:
         values = fields.items(key) or ()
         if len(values) != self._layers:
             raise fields.error(key, f"has {len(values)} entries for {self._layers} layers")
-        return [0 if value is None else fields.whole(key, value, least=0, most=MOST_DIM) for value in values]
+        found = [0 if value is None else fields.whole(key, value, least=0, most=MOST_DIM) for value in values]
+        heads = fields.count(*HEAD_KEYS)
+        if heads is not None:
+            for kv_heads in filter(None, found):
+                self._check_groups(kv_heads, heads, key)
+        return found
 
     def _block_heads(self) -> list[int] | None:
         fields = self._fields

@@ -95,6 +95,10 @@ def _linear(fields: Fields) -> StateShape:
         return _kda(kda.need("num_heads"), kda.need("head_dim"), taps)
     if fields.stated("linear_num_value_heads") or fields.has_default("linear_num_value_heads"):
         return _delta_net(fields)
+    if fields.stated("mixer_types"):  # MiniCPM's hybrids
+        heads = fields.count("lightning_nkv", "lightning_nh") or fields.need(*HEAD_KEYS)
+        head_dim = fields.count("lightning_head_dim", "head_dim") or fields.need(*HIDDEN_KEYS) // heads
+        return StateShape("lightning", 0, 0, 0, 0, heads=heads, head_elements=head_dim * head_dim)
     if fields.stated("layer_group_size") or fields.stated("attn_type_list") or _is_minimax(fields):
         heads = fields.need(*HEAD_KEYS, why="lightning attention keeps a state per head")
         head_dim = fields.count("head_dim") or fields.need(*HIDDEN_KEYS) // heads

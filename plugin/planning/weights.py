@@ -9,9 +9,11 @@ from kvarena.plugin.planning.errors import ConfigError
 from kvarena.plugin.planning.fields import MOST_TOKENS, Fields
 from kvarena.plugin.planning.geometry import KVRow, Layer, MLARow
 from kvarena.plugin.planning.kinds import HEAD_KEYS
+from kvarena.plugin.planning.kv_dtype import quantization_of
 from kvarena.plugin.planning.mlp import mlp_parameters
 from kvarena.plugin.planning.read import ReadModel
 from kvarena.plugin.planning.rows import HIDDEN_KEYS
+from kvarena.plugin.planning.text import printable
 
 __all__ = ["WeightEstimate", "estimate_weights"]
 
@@ -129,13 +131,14 @@ def _state_parameters(layer: Layer, hidden: int) -> int:
 
 def _widths(fields: Fields, top: Any) -> _Widths:
     """Bytes per parameter, as the file's quantization says."""
-    quantization = fields.raw("quantization_config") or top.get("quantization_config")
+    quantization = quantization_of(fields, top)
     plain = 2.0
-    if not isinstance(quantization, dict):
+    if quantization is None:
         return _Widths(plain, plain, plain, plain, "16 bits")
     named = quantization.get("quant_method")
-    method = named.lower() if isinstance(named, str) else ""
-    listed = quantization.get("modules_to_not_convert") or quantization.get("ignore")
+    method = printable(named.lower(), 40) if isinstance(named, str) else ""
+    lists = (quantization.get(key) for key in ("modules_to_not_convert", "ignore", "exclude_modules"))
+    listed = next(filter(None, lists), None)
     ignored = " ".join(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ""
     bits, words = _bits(quantization, method)
     width = bits / 8
@@ -144,12 +147,19 @@ def _widths(fields: Fields, top: Any) -> _Widths:
     return _Widths(plain, attention, dense, width, words)
 
 
+#: ModelOpt's names; NVFP4 has an fp8 scale for each 16.
+_MODELOPT_BITS = {"FP8": 8.0, "NVFP4": 4.5}
+
+
 def _bits(quantization: dict[str, Any], method: str) -> tuple[float, str]:
     """Bits of a quantized parameter, scales among them."""
     if method in ("fp8", "fbgemm_fp8"):
         return 8.0, "8 bits (fp8)"
     if method == "mxfp4":
         return 4.25, "4.25 bits (mxfp4)"
+    algorithm = quantization.get("quant_algo")
+    if isinstance(algorithm, str) and algorithm in _MODELOPT_BITS:
+        return _MODELOPT_BITS[algorithm], f"{_MODELOPT_BITS[algorithm]:g} bits ({algorithm})"
     found = quantization.get("bits")
     groups = quantization.get("config_groups")
     size = quantization.get("group_size")

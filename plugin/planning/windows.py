@@ -49,7 +49,8 @@ def sliding_window(fields: Fields, layers: int, *, needed: bool) -> WindowRule:
         return WindowRule()
     if fields.stated("block_configs"):
         return WindowRule(per_layer=_block_windows(fields))
-    keys = (*_WINDOW_KEYS, "window_size") if "attention_types" in fields else _WINDOW_KEYS
+    neo = "attention_types" in fields or "attention_layers" in fields
+    keys = (*_WINDOW_KEYS, "window_size") if neo else _WINDOW_KEYS
     key = next((name for name in keys if name in fields), None)
     if key is None:
         key = next((name for name in keys if fields.has_default(name)), None)

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvarena.errors import KvArenaError
-from kvarena.plugin.planning import class_defaults, kinds, layer_sources, mlp, rows, states, windows
+from kvarena.plugin.planning import (
+    class_defaults,
+    indexers,
+    kinds,
+    layer_sources,
+    mlp,
+    refused,
+    rows,
+    states,
+    windows,
+)
 from kvarena.plugin.planning.errors import ConfigError, PlanError
 from kvarena.plugin.planning.load import load_config, parse_config, stored_weight_bytes
 from kvarena.plugin.planning.output import plan_data
@@ -159,7 +169,8 @@ def _keys() -> list[str]:
     import re
 
     found: set[str] = set(PLAIN)
-    for module in (class_defaults, kinds, layer_sources, mlp, rows, states, windows):
+    readers = (class_defaults, indexers, kinds, layer_sources, mlp, refused, rows, states, windows)
+    for module in readers:
         found |= set(re.findall(r'"([a-z_][a-zA-Z_0-9]+)"', inspect.getsource(module)))
     return sorted(found)
 
@@ -247,3 +258,35 @@ def test_any_one_key_may_be_anything(name, config):
 def test_load_config_reads_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     assert load_config(tmp_path) == load_config(tmp_path / "config.json") == PLAIN
+
+
+ESCAPE = "\x1b[2J\x07"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ESCAPE + "x" * 300},
+        {"torch_dtype": ESCAPE * 100},
+        {"quantization_config": {"quant_method": ESCAPE * 100}},
+        {ESCAPE * 100: ["a", "b"] * 4},
+        {"layer_types": [ESCAPE] * 8},
+        {"mamba_ssm_dtype": ESCAPE},
+        {"hidden_act": ESCAPE, "sliding_window_pattern": ESCAPE, "sliding_window": 8},
+        {"head_dim": 0, "nested": True},
+        {"other": PLAIN, "nested": True},
+    ],
+    ids=range(9),
+)
+def test_a_file_does_not_speak_to_the_terminal(change, cli):
+    # A file is downloaded; a terminal obeys what it prints.
+    sizes = {"num_hidden_layers": 8, "intermediate_size": 64, "vocab_size": 64, "num_key_value_heads": 16}
+    config = {**PLAIN, **sizes, **change}
+    if config.pop("nested", False):
+        inner = {key: value for key, value in config.items() if key != "other"}
+        config = {ESCAPE * 50: inner, **({"other": PLAIN} if "other" in config else {})}
+    outcome = cli(config, "--gpu-memory", "h200")
+    assert outcome.out or outcome.err
+    for text in (outcome.out, outcome.err):
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert max(map(len, text.splitlines()), default=0) < 1000

@@ -21,6 +21,7 @@ PLAIN = {
     "vocab_size": 32000,
     "torch_dtype": "bfloat16",
 }
+HEADS = ("--kv-heads", 8, "--head-dim", 64)
 #: The server that was measured: 6 full and 6 sliding layers, 0.81 GB of weights, small graphs.
 MEASURED = (
     *("--full-layers", 6, "--window-layers", 6, "--window", 128, "--kv-heads", 8, "--head-dim", 64),
@@ -177,6 +178,18 @@ def test_a_picture(cli, config_file, tmp_path):
         (("--state-layers", 2), "--state-elements is missing"),
         (("--full-layers", 2, "--kv-lora-rank", 8), "--qk-rope-head-dim is missing"),
         ((PLAIN, "--full-layers", 2), "both describe the model"),
+        (("--full-layers", 2, *HEADS, "--window", 64), "--window says nothing here"),
+        (("--full-layers", 2, *HEADS, "--window-head-dim", 64), "--window-head-dim says nothing here"),
+        (("--full-layers", 2, *HEADS, "--state-elements", 64), "--state-elements says nothing here"),
+        (("--full-layers", 2, *HEADS, "--qk-rope-head-dim", 64), "--qk-rope-head-dim says nothing here"),
+        (("--full-layers", 2, *HEADS, "--kv-lora-rank", 8), "--kv-heads says nothing here"),
+        ((PLAIN, "--weights", "1GB"), "--weights says nothing without a card"),
+        ((PLAIN, "--pool-memory", "1GiB", "--graph-memory", "1GB"), "--graph-memory says nothing without"),
+        # An unset variable in a script is no answer.
+        (("",), "The path of the model is empty"),
+        ((PLAIN, "--gpu-memory", ""), "'' is not a size"),
+        ((PLAIN, "--pool-memory", ""), "'' is not a size"),
+        ((PLAIN, "--gpu-memory", "h100", "--weights", ""), "'' is not a size"),
         ((PLAIN, "--tp", 0), "0 is not from 1"),
         ((PLAIN, "--tp", -2), "-2"),
         ((PLAIN, "--tp", "two"), "'two' is not a whole number"),
