@@ -81,7 +81,10 @@ class ResizeSession:
         self._undo.clear()
         if not self._told and self.ranks.count > 1:
             # The others are, or will be, in an exchange: they must not wait for a rank that has given up.
-            self.ranks.exchange(Report("failed", failure=str(error) or repr(error)))
+            try:
+                self._exchange(Report("failed", failure=str(error) or repr(error)))
+            except KvArenaError as unheard:
+                logger.warning("kvarena: the other ranks were not told of the failure: %s", unheard)
 
     def undo(self, step: Callable[[], object]) -> None:
         """Remember how to take back what was just done."""
@@ -125,17 +128,19 @@ class ResizeSession:
         # Run last: whatever was registered before, the sink, is registered again once it is back.
         self.undo(self._announce_sink)
         self._let_go()
+        # From here on, even if no other rank can be heard any more.
+        self.undo(self.bound.revert)
         while True:
             mine, error = self._try_to_back(config)
-            reports = self.ranks.exchange(mine)
+            reports = self._exchange(mine)
             if not any(report.failure or report.stage != mine.stage for report in reports):
                 break
-            self.bound.revert()
             if not self._may_retry(reports, mine.stage):
-                self._told = True
+                self._told = True  # all ranks end here; none will be in another exchange
                 if error is not None and self.ranks.count == 1:
                     raise error
                 raise_if_failed(reports, mine.stage)
+            self.bound.revert()
             self.attempts += 1
             self._budget = max(0, self._budget - self._less(error))
             self._lack = mine.failure
@@ -148,7 +153,6 @@ class ResizeSession:
                 self._budget,
             )
             _copy_config(self._solve(), config)
-        self.undo(self.bound.revert)
         self.bound.take_size(int(config.unified_memory_pool_bytes))
         self._config = config
 
@@ -180,14 +184,25 @@ class ResizeSession:
         if kept is not None:
             kept.unified_memory_pool_bytes = self.bound.total_bytes
         resize = self.publish()
-        reports = self.ranks.exchange(
+        reports = self._exchange(
             Report("resized", tokens=config.max_total_num_tokens, nbytes=self.bound.total_bytes)
         )
         self._told = True
         raise_if_failed(reports, "resized")
-        announce_finalized(
-            self.bound, resize, milliseconds=self.backing_ms, attempts=self.attempts, ranks=len(reports)
-        )
+        try:
+            announce_finalized(
+                self.bound, resize, milliseconds=self.backing_ms, attempts=self.attempts, ranks=len(reports)
+            )
+        except Exception:
+            # Every rank has the new size by now: one alone must not go back for the sake of a line in a log.
+            logger.exception("kvarena: the pool is resized, but this cannot be reported.")
+
+    def _exchange(self, mine: Report) -> list[Report]:
+        try:
+            return self.ranks.exchange(mine)
+        except KvArenaError:
+            self._told = True  # who cannot be reached now is not waited for once more
+            raise
 
     def _let_go(self) -> None:
         for ledger in self.bound.ledgers:
@@ -224,7 +239,7 @@ class ResizeSession:
             failure = f"no token fits a budget of {self._budget} bytes"
         if failure and self._lack:
             failure = f"{self._lack} Then: {failure}"
-        reports = self.ranks.exchange(Report("sized", failure=failure, tokens=tokens))
+        reports = self._exchange(Report("sized", failure=failure, tokens=tokens))
         if any(report.failure or report.stage != "sized" for report in reports):
             self._told = True
             raise_if_failed(reports, "sized")
