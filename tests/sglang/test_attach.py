@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
 import logging
 import os
 import subprocess
@@ -110,12 +112,81 @@ def test_a_missing_target_and_a_changed_signature_refuse_the_release_by_name(
     assert "cap_tokens=None" in line
 
 
-def test_parameters_with_defaults_may_be_added(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wider(self: Any, budget_bytes: int, *, cap_tokens: int | None = None, new: int = 0) -> None: ...
+def test_parameters_with_defaults_may_be_added_where_they_are_handed_on(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wider(self: Any, new: int = 0) -> None: ...
 
-    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
-    monkeypatch.setattr(configurator, "config_from_budget", wider)
+    own = inspect.signature(sglang.pools.UnifiedKVPool.__init__)
+    new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=0)
+    wider.__signature__ = own.replace(parameters=[*own.parameters.values(), new])  # type: ignore[attr-defined]
+    monkeypatch.setattr(sglang.pools.UnifiedKVPool, "__init__", wider)
     assert differences(sglang.family) == []
+
+
+async def _awaited(self: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        (lambda self, budget_bytes, *, cap_tokens=0: None, "cap_tokens=0"),
+        (lambda self, budget_bytes, *, cap_tokens: None, "*, cap_tokens)"),
+        (lambda self, budget_bytes=0, *, cap_tokens=None: None, "budget_bytes=0"),
+        (lambda self, budget_bytes, cap_tokens=None: None, "budget_bytes, cap_tokens=None)"),
+        (lambda self, budget_bytes, *, cap_tokens=None, new=0: None, "new=0"),
+        (lambda self, budget_bytes, *, cap_tokens=None, **new: None, "**new"),
+        (staticmethod(lambda budget_bytes, *, cap_tokens=None: None), "(budget_bytes,"),
+        (property(lambda self: None), "has no signature"),
+        (_awaited, "is a coroutine"),
+    ],
+    ids=["default", "mandatory", "optional", "positional", "more", "keywords", "static", "property", "async"],
+)
+def test_a_target_of_another_shape_is_refused_by_name_and_nothing_is_applied(
+    sglang: Any,
+    unattached: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shape: Any,
+    named: str,
+) -> None:
+    hooks: dict[str, list[Any]] = collections.defaultdict(list)
+    monkeypatch.setattr(sglang.registry, "_hooks", hooks)
+    for target in sglang.family.targets:
+        if target.kind is Kind.PROPERTY:
+            owner, _, name = target.path.rpartition(".")
+            monkeypatch.delattr(resolve(owner), name)
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", shape)
+    register()
+    assert not runtime.attached
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"SGLang {sglang.version} is not supported" in line
+    assert "config_from_budget" in line
+    assert named in line
+    assert not any(hooks.values())
+    for target in sglang.family.targets:
+        if target.kind is Kind.PROPERTY:
+            owner, _, name = target.path.rpartition(".")
+            assert name not in vars(resolve(owner))
+
+
+def test_a_registration_of_hooks_that_ends_early_plans_nothing(
+    sglang: Any, rig_module: Any, unattached: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hooks that stand must not act on their own: the planner would give the reserve away."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(attach, "_register", fail)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    register()
+    assert not runtime.attached
+    assert runtime.family is sglang.family
+    assert runtime.problems() == ["kvarena is not attached to this process"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+    assert runtime.planned is False
 
 
 def test_an_unknown_release_with_known_shapes_needs_no_code(sglang: Any) -> None:
@@ -178,6 +249,30 @@ def test_two_plugins_on_one_target_make_everything_stock(
     monkeypatch.setattr(runtime, "_problems", None)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+
+
+def test_a_class_that_another_plugin_replaced_makes_everything_stock(
+    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang applies that first, and our hooks to whatever stands there then."""
+    source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
+    kind = resolve("sglang.srt.plugins.hook_registry.HookType").REPLACE
+    path = "sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool"
+    monkeypatch.setitem(sglang.registry._hooks, path, [(kind, type("Pool", (), {}), source)])
+    monkeypatch.setattr(runtime, "_problems", None)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    problem = f"{path} is hooked by another plugin too (other)"
+    assert runtime.problems() == [problem]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+    # The same, with a class that lacks what we hook.
+    monkeypatch.setattr(sglang.pools, "UnifiedKVPool", type("Pool", (), {}))
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert runtime.problems() == [problem]
+    monkeypatch.delitem(sglang.registry._hooks, path)
+    monkeypatch.setattr(sglang.pools, "UnifiedSWAKVPool", type("Pool", (), {}))
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert any("something replaced it" in each or "is missing" in each for each in runtime.problems())
     assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
 
 

@@ -72,19 +72,40 @@ def _signature_differences(shape: Shape, value: Any) -> list[str]:
         actual = inspect.signature(value)
     except (TypeError, ValueError) as error:
         return [f"{shape.path} has no signature ({error})"]
+    if inspect.iscoroutinefunction(inspect.unwrap(value)):
+        return [f"{shape.path} is a coroutine"]
     wanted = _parse(shape.signature)
     have = {
-        name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default is not parameter.empty)
+        name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default)
         for name, parameter in actual.parameters.items()
     }
-    lost = [name for name in wanted if name not in have]
-    # A new parameter with a default passes through our handlers untouched; one without would be required.
-    new = [name for name, (_, default) in have.items() if name not in wanted and not default]
-    moved = [name for name, keyword in wanted.items() if name in have and have[name][0] != keyword]
-    positions = [name for name in have if name in wanted and not wanted[name]]
-    if not (lost or new or moved) and positions == [name for name, keyword in wanted.items() if not keyword]:
+    same = all(name in have and _agree(have[name], parameter) for name, parameter in wanted.items())
+    # A new parameter without a default is required of whoever calls; one with a default may still be
+    # given by SGLang itself, and then a handler has to hand it on.
+    harmless = not isinstance(shape, Target) or _hands_on(shape)
+    new = [
+        name
+        for name, (_, default) in have.items()
+        if name not in wanted and (default is inspect.Parameter.empty or not harmless)
+    ]
+    positions = [name for name in have if name in wanted and not wanted[name][0]]
+    if same and not new and positions == [name for name, (keyword, _) in wanted.items() if not keyword]:
         return []
     return [f"{shape.path}{actual_text(actual)} was expected as ({shape.signature})"]
+
+
+def _agree(have: tuple[bool, Any], wanted: tuple[bool, Any]) -> bool:
+    """Whether a parameter is passed in the same way, and means the same when it is not passed."""
+    (keyword, default), (wanted_keyword, wanted_default) = have, wanted
+    return keyword == wanted_keyword and (
+        default is wanted_default or (type(default) is type(wanted_default) and default == wanted_default)
+    )
+
+
+def _hands_on(target: Target) -> bool:
+    """Whether a target's handler passes on keywords that it does not know."""
+    handler = resolve(f"kvarena.plugin.engines.sglang.{target.handler}")
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(handler).parameters.values())
 
 
 def actual_text(signature: inspect.Signature) -> str:
@@ -95,10 +116,19 @@ def actual_text(signature: inspect.Signature) -> str:
     return str(inspect.Signature(bare))
 
 
-def _parse(signature: str) -> dict[str, bool]:
-    """Parameter name to whether it is keyword-only."""
+def _parse(signature: str) -> dict[str, tuple[bool, Any]]:
+    """Parameter name to whether it is keyword-only, and its default."""
     function = ast.parse(f"def _({signature}): pass").body[0]
     assert isinstance(function, ast.FunctionDef)
-    arguments = function.args
-    names = {argument.arg: False for argument in (*arguments.posonlyargs, *arguments.args)}
-    return names | {argument.arg: True for argument in arguments.kwonlyargs}
+    given = function.args
+    positional = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
+    found = dict(zip(positional, [*defaults, *given.defaults], strict=True))
+    return {name: (False, _value(node)) for name, node in found.items()} | {
+        argument.arg: (True, _value(node))
+        for argument, node in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    }
+
+
+def _value(node: ast.expr | None) -> Any:
+    return inspect.Parameter.empty if node is None else ast.literal_eval(node)
