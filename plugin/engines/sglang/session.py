@@ -35,6 +35,7 @@ class ResizeSession:
     """The transaction of one resize.
 
     Left by an exception, it takes every step back, last first, and tells the other ranks, which do the same.
+    Ranks meet from `solve` on; one that fails before just ends, as in stock.
 
     Parameters
     ----------
@@ -79,8 +80,10 @@ class ResizeSession:
             except Exception:
                 logger.exception("kvarena: undoing the resize failed in part.")
         self._undo.clear()
-        if not self._told and self.ranks.count > 1:
+        if self._solver is not None and not self._told and self.ranks.count > 1:
             # The others are, or will be, in an exchange: they must not wait for a rank that has given up.
+            # Before the first one they may be in SGLang's own reduction of free memory, which an exchange
+            # cannot meet: all would wait for the group's timeout, where this rank's end tells them at once.
             try:
                 self._exchange(Report("failed", failure=str(error) or repr(error)))
             except KvArenaError as unheard:
