@@ -171,6 +171,34 @@ def test_a_target_of_another_shape_is_refused_by_name_and_nothing_is_applied(
             assert name not in vars(resolve(owner))
 
 
+def test_a_hook_registry_of_another_shape_is_refused_by_name(
+    sglang: Any, unattached: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(sglang.registry, "_patched")
+    register()
+    assert not runtime.attached
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "HookRegistry._patched is missing" in line
+
+
+def test_a_linker_is_optional_but_not_its_shape(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registration under another name would be that of the whole reservation, unseen."""
+    path = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker.MooncakeDirectLinker"
+    target = next(t for t in sglang.family.targets if t.path == f"{path}.register_buffers")
+    active = attach.active_targets(sglang.family, Layer.HARDENED)
+    assert (target in active) is (sglang.number >= 19)
+    if target not in active:
+        assert differences(sglang.family) == []
+        return
+    linker = resolve(path)
+    monkeypatch.setattr(linker.__base__, "register_buffers", linker.register_buffers, raising=False)
+    monkeypatch.delattr(linker, "register_buffers")
+    assert target in attach.active_targets(sglang.family, Layer.HARDENED)  # inherited
+    monkeypatch.delattr(linker.__base__, "register_buffers")
+    (difference,) = differences(sglang.family)
+    assert f"{target.path} is missing" in difference
+
+
 def test_a_registration_of_hooks_that_ends_early_plans_nothing(
     sglang: Any, rig_module: Any, unattached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

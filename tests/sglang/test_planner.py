@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from typing import Any
@@ -144,9 +145,22 @@ def test_stock_knows_a_reason_that_we_do_not(
     assert [refusal.code for refusal in refusals] == ["stock"]
 
 
-def test_a_configuration_that_cannot_be_read_is_refused(sglang: Any, rig_module: Any, reasons: Any) -> None:
+ARGUMENTS = ("dcp_size", "use_ray", "enable_hisparse", "enable_memory_saver", "prefill_only_disable_kv_cache")
+
+
+def test_the_refusals_look_at_arguments_that_sglang_has(sglang: Any) -> None:
+    """The other tests give the planner a stand-in, which has whatever it is given."""
+    real = {each.name for each in dataclasses.fields(resolve("sglang.srt.server_args.ServerArgs"))}
+    assert set(ARGUMENTS) <= real
+    assert ("enable_kv_cache_sharding" in real) is sglang.hardened
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_configuration_that_cannot_be_read_is_refused(
+    sglang: Any, rig_module: Any, reasons: Any, name: str
+) -> None:
     arguments = rig_module.planner_arguments(sglang)
-    del arguments.dcp_size
+    delattr(arguments, name)
     original = resolve(sglang.planner_path).__wrapped__
     assert [r.code for r in planner.refusals_of(original, arguments)] == ["unreadable"]
 

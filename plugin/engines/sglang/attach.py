@@ -26,6 +26,8 @@ logger = logging.getLogger("kvarena.sglang")
 
 ENTRY_POINT = "kvarena"
 _REGISTRY = "sglang.srt.plugins.hook_registry"
+#: Looked into to prove that the hooks stand, and nobody else's.
+_REGISTRY_NEEDS = ("HookRegistry.register", "HookRegistry._hooks", "HookRegistry._patched", "HookType.AROUND")
 
 
 def attach() -> bool:
@@ -49,7 +51,8 @@ def attach() -> bool:
         logger.warning("kvarena: KVARENA_ENABLE is set but SGLang is not installed; nothing is done.")
         return False
     family, reasons = families.choose(release, experimental=settings.sglang_experimental)
-    if family is None:
+    reasons += _registry_differences()
+    if family is None or reasons:
         logger.warning(
             "kvarena: SGLang %s is not supported and runs as stock; what differs: %s.",
             release,
@@ -121,6 +124,16 @@ def _problem_of(registry: Any, target: Target) -> str:
     if handler not in handlers_of(resolve(target.path)):
         return f"the hook on {target.path} was applied, but something replaced it"
     return ""
+
+
+def _registry_differences() -> list[str]:
+    found = []
+    for name in _REGISTRY_NEEDS:
+        try:
+            resolve(f"{_REGISTRY}.{name}")
+        except LookupError as error:
+            found.append(str(error))
+    return found
 
 
 def _register(family: Family, layer: Layer) -> None:

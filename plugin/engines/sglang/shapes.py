@@ -34,11 +34,10 @@ def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> lis
     """What differs from the family, one line each; empty: everything is as expected."""
     found = []
     for shape in (*family.targets, *family.needs) if shapes is None else shapes:
-        optional = isinstance(shape, Target) and shape.optional
         try:
             value = resolve(shape.path)
         except LookupError as error:
-            if not optional:
+            if not (isinstance(shape, Target) and _is_absent(shape)):
                 found.append(str(error))
             continue
         if isinstance(shape, Target) and shape.kind is Kind.PROPERTY:
@@ -53,17 +52,25 @@ def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> lis
 
 def missing(family: Family) -> tuple[Target, ...]:
     """The optional targets that this release or process does not have."""
-    return tuple(target for target in family.targets if target.optional and not _exists(target.path))
+    return tuple(target for target in family.targets if _is_absent(target))
+
+
+def _is_absent(target: Target) -> bool:
+    """Whether an optional target's class is not there; one without the method has another shape."""
+    return target.optional and _owner(target.path) is None
 
 
 def _exists(path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    try:
-        value = resolve(owner)
-    except LookupError:
-        return False
+    owner = _owner(path)
     # Inherited members do not count: a later release is known by what its own class defines.
-    return name in vars(value)
+    return owner is not None and path.rpartition(".")[2] in vars(owner)
+
+
+def _owner(path: str) -> Any:
+    try:
+        return resolve(path.rpartition(".")[0])
+    except LookupError:
+        return None
 
 
 def _signature_differences(shape: Shape, value: Any) -> list[str]:
