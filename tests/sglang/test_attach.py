@@ -238,6 +238,27 @@ def test_experimental_releases_get_the_planner_alone_unless_asked_for(sglang: An
         assert attach.active_targets(family, layer) == (family.planner,)
 
 
+@pytest.mark.parametrize("experimental", [False, True])
+def test_an_unknown_release_of_other_shapes_is_refused_whatever_its_planner_looks_like(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, experimental: bool
+) -> None:
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", lambda self: None)
+    family, reasons = families.choose("0.9.0", experimental=experimental)
+    assert family is None
+    assert any("config_from_budget" in reason for reason in reasons)
+
+
+def test_a_release_that_was_never_tested_is_an_experiment_where_its_family_is(sglang: Any) -> None:
+    """SGLang makes releases like 0.5.15.post1."""
+    release = f"{sglang.version}.post1"
+    family, reasons = families.choose(release, experimental=True)
+    assert (family, reasons) == (sglang.family, [])
+    layer = families.layer_of(family, release, experimental=False)
+    assert layer is (Layer.TRUTHFUL if sglang.number < 20 else family.layer)
+    assert families.layer_of(family, release, experimental=True) is family.layer
+
+
 def test_a_hook_that_was_not_applied_makes_everything_stock(
     sglang: Any, rig: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,6 +112,14 @@ class ResizeSession:
         """
         self._solver, self._from_tokens = solver, from_tokens
         self._budget = self._allowed(budget)
+        if self._budget < budget:
+            # What fails for that reason blames SGLang's own flags.
+            logger.info(
+                "kvarena: SGLang measured %d bytes for the pool, of which it may have %d (what is free and "
+                "reserved, KVARENA_POOL_BYTES, KVARENA_HEADROOM, plugins).",
+                budget,
+                self._budget,
+            )
         self._config = self._solve()
         return self._config
 
