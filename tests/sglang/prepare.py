@@ -32,6 +32,9 @@ RELEASES = {
     "0.5.22": "transformers-5.19",
     "0.5.23": "transformers-5.19",
 }
+#: Tested when they are asked for with ``--only``: what they change over their neighbours is little.
+ON_DEMAND = dict.fromkeys(("0.5.18", "0.5.19"), "transformers-5.12")
+FAMILIES = RELEASES | ON_DEMAND
 
 
 def main() -> int:
@@ -59,7 +62,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description="Contract tests on the real SGLang wheels.")
-    parser.add_argument("--only", action="append", choices=list(RELEASES), metavar="RELEASE")
+    parser.add_argument("--only", action="append", choices=list(FAMILIES), metavar="RELEASE")
     parser.add_argument("--install", action="store_true", help="install what is missing, test nothing")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--verbose", action="store_true", help="show the output of passing releases too")
@@ -69,7 +72,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
 def _wanted(releases: list[str]) -> list[tuple[str, list[str], str]]:
     """(folder, pip's arguments, what the stamp is made from), each folder once."""
     wanted = [(f"sglang-{release}", [f"sglang=={release}"], release) for release in releases]
-    files = sorted({RELEASES[release] for release in releases} | {"requirements"})
+    files = sorted({FAMILIES[release] for release in releases} | {"requirements"})
     for name in files:
         listed = HERE / f"{name}.txt"
         wanted.append((name, ["-r", str(listed)], listed.read_text(encoding="utf-8")))
@@ -94,7 +97,7 @@ def _install(cache: Path, name: str, what: list[str], made_from: str) -> None:
 
 
 def _test(cache: Path, release: str, rest: list[str]) -> tuple[int, float, str]:
-    paths = [cache / f"sglang-{release}", cache / RELEASES[release], cache / "requirements"]
+    paths = [cache / f"sglang-{release}", cache / FAMILIES[release], cache / "requirements"]
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("KVARENA_", "SGLANG_"))
     }

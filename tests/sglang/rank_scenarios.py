@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from kvarena.hooks import hookimpl
+from kvarena.pool.errors import DriverError
 
 ENTRY = {"full": 64, "swa": 96}
 PAGE, RESERVED = 4, 1 << 20
@@ -18,14 +23,18 @@ def serve(rank: int, count: int, init: str, inbox: Any, outbox: Any) -> None:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=count)
     while (scenario := inbox.get()) is not None:
         try:
-            outbox.put((rank, run(rank, dist.group.WORLD, scenario)))
+            outbox.put((rank, run(rank, dist.group.WORLD, scenario, inbox)))
         except Exception:  # noqa: BLE001 - the test prints it
             outbox.put((rank, {"broken": traceback.format_exc()}))
+        if "die" in scenario.get("fail", ()):
+            break  # as a scheduler does that cannot start; who waits for it hears of that, too
     dist.destroy_process_group()
 
 
-def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
+def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str, Any]:
     """One resize of one rank; `scenario` says what goes wrong, and where."""
+    import torch.distributed as dist
+    from kvarena.errors import KvArenaError
     from kvarena.plugin.engines.sglang.bound import BoundPool
     from kvarena.plugin.engines.sglang.family_0_5_22 import FAMILY
     from kvarena.plugin.engines.sglang.ranks import Ranks
@@ -35,6 +44,9 @@ def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
     from kvarena.pool.sizing import RanksDisagreeError
 
     mine = {key: value[rank] for key, value in scenario.items()}
+    if "hang" in mine:
+        dist.barrier(group)
+        group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     driver = _Limited(HostVmm(), mine.get("limit", 1 << 40), OutOfMemoryError)
     pool = make_pool()
     arena = Arena(driver, RESERVED)  # type: ignore[arg-type]
@@ -44,8 +56,14 @@ def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
     runtime.family = FAMILY
     seen: dict[str, Any] = {"error": "", "kind": ""}
     layers = mine.get("layers", 1)
+    plugin = _Hook(mine.get("fail") == "hook")
+    runtime.manager.register(plugin)
+    ranks = Ranks(group)
+    exchanges: list[Any] = []
+    exchange = ranks.exchange
+    ranks.exchange = lambda report: [exchanges.append(report), exchange(report)][1]  # type: ignore[method-assign]
     try:
-        with ResizeSession(bound, FAMILY, ranks=Ranks(group)) as session:
+        with ResizeSession(bound, FAMILY, ranks=ranks) as session:
             if mine.get("fail") == "early":
                 raise RuntimeError("no luck before anything began")
             config = session.solve(
@@ -53,6 +71,11 @@ def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
                 lambda tokens: from_tokens(tokens, layers),
                 mine["budget"],
             )
+            if mine.get("fail") == "die":
+                os._exit(9)
+            if mine.get("hang"):
+                inbox.get()
+            driver.broken = mine.get("fail", "")
             session.back(config)
             if mine.get("fail") == "late":
                 raise RuntimeError("no luck after backing")
@@ -60,9 +83,14 @@ def run(rank: int, group: Any, scenario: dict[str, Any]) -> dict[str, Any]:
         seen["attempts"] = session.attempts
     except RanksDisagreeError as error:
         seen |= {"error": str(error), "kind": "ranks", "failed": sorted(error.failures)}
+    except KvArenaError as error:
+        seen |= {"error": str(error), "kind": type(error).__name__}
     except RuntimeError as error:
         seen |= {"error": str(error), "kind": "own"}
+    runtime.manager.unregister(plugin)
+    driver.broken = ""
     seen |= {
+        "exchanges": len(exchanges),
         "total": bound.total_bytes,
         "finalized": bound.finalized,
         "handles": len(arena.mappings),
@@ -112,16 +140,37 @@ def _settings() -> Any:
     return Settings(enable=True, load_plugins=False, status=False)
 
 
+class _Hook:
+    """A third party, or a registration, that fails when the pool has its size."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    @hookimpl
+    def kvarena_pool_finalized(self) -> None:
+        if self._fails:
+            raise ZeroDivisionError("no luck while registering")
+
+
 class _Limited:
-    """The host's driver, with less memory than it says."""
+    """The host's driver, with less memory than it says.
+
+    `broken`: ``"back"`` fails whatever is created, ``"revert"`` all but the first, so the sink that is to
+    come back.
+    """
 
     def __init__(self, driver: Any, limit: int, error: Callable[..., Exception]) -> None:
         self._driver, self._limit, self._error = driver, limit, error
+        self.broken = ""
+        self._created = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)
 
     def create(self, nbytes: int) -> int:
+        self._created += bool(self.broken)
+        if self.broken == "back" or (self.broken == "revert" and self._created > 1):
+            raise DriverError("create", "EIO", "no luck with the driver")
         if nbytes > self._limit:
             raise self._error("create", "ENOMEM", requested=nbytes, free=self._limit)
         handle: int = self._driver.create(nbytes)

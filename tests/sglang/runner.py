@@ -105,8 +105,10 @@ def runner(rig: Any, module: Any, bundle: Any, *, page_size: int, free_bytes: in
 
 
 def made_server_args() -> Any:
-    """Read up to 0.5.17 in place of the process-wide configuration."""
-    return SimpleNamespace(cuda_graph_config=graphs(), disaggregation_mode="null")
+    """Read up to 0.5.18 in place of the process-wide configuration."""
+    return SimpleNamespace(
+        cuda_graph_config=graphs(), disaggregation_mode="null", mm_feature_transport="default"
+    )
 
 
 def graphs() -> Any:

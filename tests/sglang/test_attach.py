@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
 import logging
 import os
 import subprocess
@@ -110,12 +112,109 @@ def test_a_missing_target_and_a_changed_signature_refuse_the_release_by_name(
     assert "cap_tokens=None" in line
 
 
-def test_parameters_with_defaults_may_be_added(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wider(self: Any, budget_bytes: int, *, cap_tokens: int | None = None, new: int = 0) -> None: ...
+def test_parameters_with_defaults_may_be_added_where_they_are_handed_on(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wider(self: Any, new: int = 0) -> None: ...
 
-    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
-    monkeypatch.setattr(configurator, "config_from_budget", wider)
+    own = inspect.signature(sglang.pools.UnifiedKVPool.__init__)
+    new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=0)
+    wider.__signature__ = own.replace(parameters=[*own.parameters.values(), new])  # type: ignore[attr-defined]
+    monkeypatch.setattr(sglang.pools.UnifiedKVPool, "__init__", wider)
     assert differences(sglang.family) == []
+
+
+async def _awaited(self: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        (lambda self, budget_bytes, *, cap_tokens=0: None, "cap_tokens=0"),
+        (lambda self, budget_bytes, *, cap_tokens: None, "*, cap_tokens)"),
+        (lambda self, budget_bytes=0, *, cap_tokens=None: None, "budget_bytes=0"),
+        (lambda self, budget_bytes, cap_tokens=None: None, "budget_bytes, cap_tokens=None)"),
+        (lambda self, budget_bytes, *, cap_tokens=None, new=0: None, "new=0"),
+        (lambda self, budget_bytes, *, cap_tokens=None, **new: None, "**new"),
+        (staticmethod(lambda budget_bytes, *, cap_tokens=None: None), "(budget_bytes,"),
+        (property(lambda self: None), "has no signature"),
+        (_awaited, "is a coroutine"),
+    ],
+    ids=["default", "mandatory", "optional", "positional", "more", "keywords", "static", "property", "async"],
+)
+def test_a_target_of_another_shape_is_refused_by_name_and_nothing_is_applied(
+    sglang: Any,
+    unattached: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shape: Any,
+    named: str,
+) -> None:
+    hooks: dict[str, list[Any]] = collections.defaultdict(list)
+    monkeypatch.setattr(sglang.registry, "_hooks", hooks)
+    for target in sglang.family.targets:
+        if target.kind is Kind.PROPERTY:
+            owner, _, name = target.path.rpartition(".")
+            monkeypatch.delattr(resolve(owner), name)
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", shape)
+    register()
+    assert not runtime.attached
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"SGLang {sglang.version} is not supported" in line
+    assert "config_from_budget" in line
+    assert named in line
+    assert not any(hooks.values())
+    for target in sglang.family.targets:
+        if target.kind is Kind.PROPERTY:
+            owner, _, name = target.path.rpartition(".")
+            assert name not in vars(resolve(owner))
+
+
+def test_a_hook_registry_of_another_shape_is_refused_by_name(
+    sglang: Any, unattached: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(sglang.registry, "_patched")
+    register()
+    assert not runtime.attached
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "HookRegistry._patched is missing" in line
+
+
+def test_a_linker_is_optional_but_not_its_shape(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registration under another name would be that of the whole reservation, unseen."""
+    path = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker.MooncakeDirectLinker"
+    target = next(t for t in sglang.family.targets if t.path == f"{path}.register_buffers")
+    active = attach.active_targets(sglang.family, Layer.HARDENED)
+    assert (target in active) is (sglang.number >= 19)
+    if target not in active:
+        assert differences(sglang.family) == []
+        return
+    linker = resolve(path)
+    monkeypatch.setattr(linker.__base__, "register_buffers", linker.register_buffers, raising=False)
+    monkeypatch.delattr(linker, "register_buffers")
+    assert target in attach.active_targets(sglang.family, Layer.HARDENED)  # inherited
+    monkeypatch.delattr(linker.__base__, "register_buffers")
+    (difference,) = differences(sglang.family)
+    assert f"{target.path} is missing" in difference
+
+
+def test_a_registration_of_hooks_that_ends_early_plans_nothing(
+    sglang: Any, rig_module: Any, unattached: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hooks that stand must not act on their own: the planner would give the reserve away."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(attach, "_register", fail)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    register()
+    assert not runtime.attached
+    assert runtime.family is sglang.family
+    assert runtime.problems() == ["kvarena is not attached to this process"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+    assert runtime.planned is False
 
 
 def test_an_unknown_release_with_known_shapes_needs_no_code(sglang: Any) -> None:
@@ -137,6 +236,27 @@ def test_experimental_releases_get_the_planner_alone_unless_asked_for(sglang: An
     assert layer is (Layer.TRUTHFUL if sglang.number < 20 else sglang.family.layer)
     if layer is Layer.TRUTHFUL:
         assert attach.active_targets(family, layer) == (family.planner,)
+
+
+@pytest.mark.parametrize("experimental", [False, True])
+def test_an_unknown_release_of_other_shapes_is_refused_whatever_its_planner_looks_like(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, experimental: bool
+) -> None:
+    configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.setattr(configurator, "config_from_budget", lambda self: None)
+    family, reasons = families.choose("0.9.0", experimental=experimental)
+    assert family is None
+    assert any("config_from_budget" in reason for reason in reasons)
+
+
+def test_a_release_that_was_never_tested_is_an_experiment_where_its_family_is(sglang: Any) -> None:
+    """SGLang makes releases like 0.5.15.post1."""
+    release = f"{sglang.version}.post1"
+    family, reasons = families.choose(release, experimental=True)
+    assert (family, reasons) == (sglang.family, [])
+    layer = families.layer_of(family, release, experimental=False)
+    assert layer is (Layer.TRUTHFUL if sglang.number < 20 else family.layer)
+    assert families.layer_of(family, release, experimental=True) is family.layer
 
 
 def test_a_hook_that_was_not_applied_makes_everything_stock(
@@ -178,6 +298,30 @@ def test_two_plugins_on_one_target_make_everything_stock(
     monkeypatch.setattr(runtime, "_problems", None)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+
+
+def test_a_class_that_another_plugin_replaced_makes_everything_stock(
+    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang applies that first, and our hooks to whatever stands there then."""
+    source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
+    kind = resolve("sglang.srt.plugins.hook_registry.HookType").REPLACE
+    path = "sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool"
+    monkeypatch.setitem(sglang.registry._hooks, path, [(kind, type("Pool", (), {}), source)])
+    monkeypatch.setattr(runtime, "_problems", None)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    problem = f"{path} is hooked by another plugin too (other)"
+    assert runtime.problems() == [problem]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+    # The same, with a class that lacks what we hook.
+    monkeypatch.setattr(sglang.pools, "UnifiedKVPool", type("Pool", (), {}))
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert runtime.problems() == [problem]
+    monkeypatch.delitem(sglang.registry._hooks, path)
+    monkeypatch.setattr(sglang.pools, "UnifiedSWAKVPool", type("Pool", (), {}))
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert any("something replaced it" in each or "is missing" in each for each in runtime.problems())
     assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
@@ -90,7 +92,7 @@ def test_what_was_resized_equals_a_pool_built_so(
     runner_module.resize(runner)
     config = runner.memory_pool_config
     sides = config.full_max_total_num_tokens, config.swa_max_total_num_tokens
-    nbytes = None if rig.release.number == 17 else bundle.bound.total_bytes
+    nbytes = None if rig.release.number <= 18 else bundle.bound.total_bytes
     assert rig_module.scalars(bundle) == rig_module.scalars(rig.eager(*sides, nbytes=nbytes))
 
 
@@ -196,6 +198,32 @@ def test_a_hook_that_raises_undoes_the_resize_and_is_named(
     assert bundle.bound.finalized
 
 
+def test_a_report_that_fails_does_not_undo_what_every_rank_has(
+    served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle, runner = served()
+    monkeypatch.setattr(bundle.bound.report.timeline, "add", _raise)
+    runner_module.resize(runner)
+    assert bundle.bound.finalized
+    assert runner.memory_pool_config.unified_memory_pool_bytes == bundle.bound.total_bytes
+    assert bundle.allocator.available_size() > 0
+    assert "this cannot be reported" in caplog.text
+
+
+def test_a_setting_that_leaves_too_little_is_named(
+    served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error blames SGLang's own flags."""
+    changed = msgspec.structs.replace(runtime.settings, pool_bytes=1000)
+    monkeypatch.setattr(runtime, "settings", changed)
+    bundle, runner = served()
+    with caplog.at_level(logging.INFO, "kvarena.sglang"), pytest.raises(KvArenaError):
+        runner_module.resize(runner)
+    line = f"measured {FREE + GRANULE} bytes for the pool, of which it may have 1000"
+    assert any(line in r.getMessage() and "KVARENA_POOL_BYTES" in r.getMessage() for r in caplog.records)
+    assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
+
+
 def test_an_allocator_that_cannot_resize_undoes_the_backing(
     served: Any, runner_module: Any, rig: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +281,7 @@ def test_third_parties_and_settings_lower_the_budget(
     assert 22_000 < bundle.bound.total_bytes <= 25_000
 
 
-def _raise(*_: Any) -> None:
+def _raise(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+import msgspec
 import pytest
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import planner
@@ -136,6 +137,31 @@ def test_a_contradiction_of_settings_is_refused(
     assert reasons(rig_module.planner_arguments(sglang)) == (False, ["contradiction"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, 1),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, 1),
+        ({"disaggregation_mode": "prefill"}, 0),
+    ],
+    ids=["no pair", "nixl", "mooncake"],
+)
+def test_the_same_host_setting_is_said_to_have_no_effect_where_it_has_none(
+    sglang: Any,
+    rig_module: Any,
+    reasons: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    lines: int,
+) -> None:
+    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, same_host=True))
+    runtime._said.clear()
+    for _ in range(2):
+        reasons(rig_module.planner_arguments(sglang, **changes))
+    assert caplog.text.count("KVARENA_SAME_HOST has no effect") == lines
+
+
 def test_stock_knows_a_reason_that_we_do_not(
     sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +170,22 @@ def test_stock_knows_a_reason_that_we_do_not(
     assert [refusal.code for refusal in refusals] == ["stock"]
 
 
-def test_a_configuration_that_cannot_be_read_is_refused(sglang: Any, rig_module: Any, reasons: Any) -> None:
+ARGUMENTS = ("dcp_size", "use_ray", "enable_hisparse", "enable_memory_saver", "prefill_only_disable_kv_cache")
+
+
+def test_the_refusals_look_at_arguments_that_sglang_has(sglang: Any) -> None:
+    """The other tests give the planner a stand-in, which has whatever it is given."""
+    real = resolve("sglang.srt.server_args.ServerArgs")(model_path="dummy")
+    assert [name for name in ARGUMENTS if not hasattr(real, name)] == []
+    assert hasattr(real, "enable_kv_cache_sharding") is sglang.hardened
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_configuration_that_cannot_be_read_is_refused(
+    sglang: Any, rig_module: Any, reasons: Any, name: str
+) -> None:
     arguments = rig_module.planner_arguments(sglang)
-    del arguments.dcp_size
+    delattr(arguments, name)
     original = resolve(sglang.planner_path).__wrapped__
     assert [r.code for r in planner.refusals_of(original, arguments)] == ["unreadable"]
 

@@ -1,4 +1,4 @@
-"""Two real processes over gloo: one size for both, and one rank's failure undoes both. Needs no SGLang."""
+"""Real processes over gloo: one size for all, and one rank's failure undoes all. Needs no SGLang."""
 
 from __future__ import annotations
 
@@ -12,61 +12,90 @@ import pytest
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.pool.sizing import RanksDisagreeError
 
-Pair = Callable[[dict[str, Any]], list[dict[str, Any]]]
+Run = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Server:
+    """So many ranks, each in a process of its own."""
+
+    def __init__(self, count: int, directory: Path) -> None:
+        sys.path.insert(0, str(Path(__file__).parent))
+        try:
+            import rank_scenarios
+
+            context = multiprocessing.get_context("spawn")
+            init = f"file://{directory / 'store'}"
+            self.inboxes, self.outbox = [context.Queue() for _ in range(count)], context.Queue()
+            self.ranks = [
+                context.Process(
+                    target=rank_scenarios.serve, args=(rank, count, init, inbox, self.outbox), daemon=True
+                )
+                for rank, inbox in enumerate(self.inboxes)
+            ]
+            for process in self.ranks:
+                process.start()
+        finally:
+            sys.path.remove(str(Path(__file__).parent))
+
+    def begin(self, scenario: dict[str, Any]) -> None:
+        for inbox in self.inboxes:
+            inbox.put(scenario)
+
+    def seen(self, count: int) -> dict[int, dict[str, Any]]:
+        """What the first `count` ranks saw that have an end to tell."""
+        seen = dict(self.outbox.get(timeout=100) for _ in range(count))
+        assert all("broken" not in each for each in seen.values()), seen
+        return seen
+
+    def run(self, scenario: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run a scenario on all ranks and give back what each saw."""
+        self.begin(scenario)
+        return [each for _, each in sorted(self.seen(len(self.ranks)).items())]
+
+    def close(self) -> None:
+        for inbox in self.inboxes:
+            inbox.put(None)
+        for process in self.ranks:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Run a scenario on two ranks and give back what each saw."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    import rank_scenarios
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two ranks, for all tests that leave both alive."""
+    server = Server(2, tmp_path_factory.mktemp("gloo"))
+    yield server.run
+    server.close()
 
-    context = multiprocessing.get_context("spawn")
-    init = f"file://{tmp_path_factory.mktemp('gloo') / 'store'}"
-    inboxes, outbox = [context.Queue() for _ in range(2)], context.Queue()
-    ranks = [
-        context.Process(target=rank_scenarios.serve, args=(rank, 2, init, inboxes[rank], outbox), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
 
-    def run(scenario: dict[str, Any]) -> list[dict[str, Any]]:
-        for inbox in inboxes:
-            inbox.put(scenario)
-        seen = dict(outbox.get(timeout=100) for _ in range(2))
-        assert all("broken" not in each for each in seen.values()), seen
-        return [seen[0], seen[1]]
-
-    yield run
-    for inbox in inboxes:
-        inbox.put(None)
-    for process in ranks:
-        process.join(timeout=30)
-        if process.is_alive():
-            process.kill()
-    sys.path.remove(str(Path(__file__).parent))
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Four ranks; the test in which one dies comes last."""
+    server = Server(4, tmp_path_factory.mktemp("gloo"))
+    yield server
+    server.close()
 
 
 def at_the_sink(seen: dict[str, Any]) -> bool:
     return not seen["finalized"] and seen["handles"] == 1 and seen["backed"] == 4096
 
 
-def test_different_budgets_end_in_one_size(pair: Pair) -> None:
+def test_different_budgets_end_in_one_size(pair: Run) -> None:
     a, b = pair({"budget": [500_000, 300_001]})
     assert a == b
     assert a["finalized"]
     assert 290_000 < a["total"] <= 300_001
 
 
-def test_stages_of_different_depth_agree_on_tokens_not_on_bytes(pair: Pair) -> None:
+def test_stages_of_different_depth_agree_on_tokens_not_on_bytes(pair: Run) -> None:
     a, b = pair({"budget": [800_000, 300_000], "layers": [7, 1]})
     assert a["tokens"] == b["tokens"]
     assert a["total"] == 7 * b["total"]
     assert 790_000 < a["total"] <= 800_000  # the rank with more memory decides: it has more layers
 
 
-def test_one_ranks_lack_of_memory_makes_both_smaller(pair: Pair) -> None:
+def test_one_ranks_lack_of_memory_makes_both_smaller(pair: Run) -> None:
     a, b = pair({"budget": [500_000, 500_000], "limit": [1 << 30, 400_000]})
     assert a == b
     assert a["finalized"]
@@ -75,8 +104,8 @@ def test_one_ranks_lack_of_memory_makes_both_smaller(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("where", ["early", "solver", "late"])
-def test_one_ranks_failure_undoes_both_and_names_it(pair: Pair, failing: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["solver", "back", "late", "hook"])
+def test_one_ranks_failure_undoes_both_and_names_it(pair: Run, failing: int, where: str) -> None:
     fail = ["", ""]
     fail[failing] = where
     seen = pair({"budget": [500_000, 500_000], "fail": fail})
@@ -89,7 +118,7 @@ def test_one_ranks_failure_undoes_both_and_names_it(pair: Pair, failing: int, wh
     assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
 
 
-def test_memory_that_never_suffices_is_an_error_on_both(pair: Pair) -> None:
+def test_memory_that_never_suffices_is_an_error_on_both(pair: Run) -> None:
     seen = pair({"budget": [500_000, 500_000], "limit": [1 << 30, 5000]})
     assert all(at_the_sink(each) for each in seen)
     assert [each["failed"] for each in seen] == [[1], [1]]
@@ -102,3 +131,47 @@ def test_alone() -> None:
     assert ranks.exchange(Report("sized", tokens=5)) == [Report("sized", tokens=5)]
     with pytest.raises(RanksDisagreeError, match="rank 0: full"):
         ranks.agree(Report("sized", failure="full"))
+
+
+def test_who_fails_before_ranks_meet_waits_for_nobody(pair: Run) -> None:
+    """The others are in SGLang's own reduction then, and an exchange would hang with them."""
+    seen = pair({"budget": [500_000, 500_000], "fail": ["early", "early"]})
+    assert all(at_the_sink(each) for each in seen)
+    assert [(each["kind"], each["exchanges"]) for each in seen] == [("own", 0), ("own", 0)]
+    assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
+
+
+def test_a_rank_that_cannot_go_back_keeps_nobody_waiting(pair: Run) -> None:
+    """Rank 1 cannot back its final size; rank 0 then fails to back its sink again."""
+    a, b = pair({"budget": [500_000, 500_000], "fail": ["revert", "back"]})
+    assert at_the_sink(b)
+    assert [a["handles"], a["finalized"]] == [0, False]
+    assert [each["failed"] for each in (a, b)] == [[1], [1]]
+    assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
+
+
+def test_one_of_four_hangs_and_the_others_wait_as_long_as_their_group_does_and_not_twice(
+    four: Server,
+) -> None:
+    four.begin({"budget": [500_000] * 4, "hang": [False, True, False, False]})
+    seen = four.seen(3)
+    assert sorted(seen) == [0, 2, 3]
+    four.inboxes[1].put("go on")
+    seen |= four.seen(1)
+    for each in seen.values():
+        assert at_the_sink(each)
+        assert each["kind"] == "KvArenaError"
+        assert each["exchanges"] == 2
+
+
+def test_one_of_four_dies_and_the_others_are_at_their_sinks_with_an_error(four: Server) -> None:
+    agreed = four.run({"budget": [500_000, 400_000, 300_001, 600_000]})
+    assert agreed == [agreed[0]] * 4
+    assert 290_000 < agreed[0]["total"] <= 300_001
+    four.begin({"budget": [500_000] * 4, "fail": ["", "", "", "die"]})
+    seen = four.seen(3)
+    assert sorted(seen) == [0, 1, 2]
+    for each in seen.values():
+        assert at_the_sink(each)
+        assert each["kind"] == "KvArenaError"
+        assert "the other 3 ranks cannot be heard" in each["error"]

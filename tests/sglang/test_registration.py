@@ -17,7 +17,7 @@ from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool.errors import PoolStateError
-from kvarena.transfer import RegistrationError
+from kvarena.transfer import QuiesceTimeout, RegistrationError
 
 pytestmark = pytest.mark.sglang
 
@@ -250,6 +250,70 @@ def test_memory_stays_while_an_engine_will_not_let_go(finalized: Any, manager: A
     engine.unregister_memory = unregister
 
 
+@pytest.mark.parametrize("refused", ["arena", "aux"])
+def test_what_an_engine_will_not_let_go_holds_nothing_else(
+    finalized: Any, manager: Any, refused: str
+) -> None:
+    kv = manager(finalized)
+    kv.register_buffer_to_engine()
+    engine, unregister = kv.engine.engine, kv.engine.engine.unregister_memory
+    stuck = finalized.bound.arena.base if refused == "arena" else kv.kv_args.aux_data_ptrs[0]
+    engine.unregister_memory = lambda address: -202 if address == stuck else unregister(address)
+    with pytest.raises(RegistrationError, match="-202"):
+        kv.deregister_buffer_to_engine()
+    assert list(engine.held) == [stuck]
+    engine.unregister_memory = unregister
+    finalized.bound.close()
+    assert engine.held == {}
+
+
+def test_a_same_host_path_that_will_not_end_does_not_hold_mooncakes_registrations(
+    finalized: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(manager: Any) -> None:
+        raise QuiesceTimeout("Copies did not end", in_flight=1, seconds=30.0)
+
+    kv = manager(finalized)
+    kv.register_buffer_to_engine()
+    monkeypatch.setattr("kvarena.plugin.engines.sglang.same_host.step_aside", busy)
+    with pytest.raises(QuiesceTimeout):
+        kv.deregister_buffer_to_engine()
+    assert kv.engine.engine.held == {}
+
+
+@pytest.fixture
+def staged(rig: Any, finalized: Any, manager: Any) -> Any:
+    """A manager that has registered, and the buffer that it will stage pages in."""
+    if rig.release.number < 19:
+        pytest.skip("staging buffers are registered in a method since 0.5.19")
+    kv = manager(finalized)
+    kv.staging = torch.zeros(8192, dtype=torch.uint8)
+    kv.register_buffer_to_engine()
+    return kv
+
+
+def test_staging_buffers_go_with_the_others_and_come_back_with_them(staged: Any) -> None:
+    """Stock never takes them back: a role switch leaves their addresses with the engine."""
+    engine, ptr = staged.engine.engine, staged.staging.data_ptr()
+    before = dict(engine.held)
+    staged._register_staging_memory(ptr, 8192)
+    assert engine.held == before | {ptr: 8192}
+    assert not any(call[0] == "batch" for call in engine.calls)
+    staged.deregister_buffer_to_engine()
+    assert engine.held == {}
+    staged.register_buffer_to_engine()
+    assert engine.held == before | {ptr: 8192}
+
+
+def test_a_refused_staging_buffer_is_raised(staged: Any) -> None:
+    held = dict(staged.engine.engine.held)
+    staged.engine.engine.fail = len(held)
+    with pytest.raises(RegistrationError) as caught:
+        staged._register_staging_memory(staged.staging.data_ptr(), 8192)
+    assert (caught.value.code, caught.value.region.nbytes) == (-1, 8192)
+    assert staged.engine.engine.held == held
+
+
 def test_close_unregisters_before_the_memory_goes(finalized: Any, manager: Any) -> None:
     kv = manager(finalized)
     kv.register_buffer_to_engine()
@@ -283,6 +347,9 @@ def test_third_parties_hear_of_regions(rig: Any, finalized: Any, manager: Any) -
 def test_pools_that_are_not_ours_register_as_stock_does(rig: Any, manager: Any) -> None:
     kv = manager(rig.eager(256, 128))
     kv.register_buffer_to_engine()
+    if rig.release.number >= 19:
+        kv._register_staging_memory(1 << 20, 64)
+        assert kv.engine.engine.held[1 << 20] == 64
     assert any(call[0] == "batch" for call in kv.engine.engine.calls)
     kv.deregister_buffer_to_engine()
     assert kv.connection_pool == {}
@@ -297,6 +364,23 @@ def test_nixl_registers_each_byte_once(finalized: Any, manager: Any) -> None:
     )
     finalized.bound.close()
     assert kv.agent.held == []
+
+
+def test_sglang_itself_refuses_nixl_for_unified_memory(rig: Any, rig_module: Any) -> None:
+    """What the docs say; when it takes NIXL, so can they."""
+    if rig.release.number < 20:
+        pytest.skip("PD with a unified hybrid-SWA pool came with 0.5.20")
+    check = resolve("sglang.srt.arg_groups.kv_cache_hook.handle_unified_memory_pool")
+    arguments = rig_module.planner_arguments(
+        rig.release, disaggregation_mode="prefill", disaggregation_transfer_backend="nixl"
+    )
+    listed = getattr(
+        resolve("sglang.srt.server_args.ServerArgs"), "_unified_memory_pd_transfer_backends", None
+    )
+    if listed is not None:  # since 0.5.21
+        arguments._unified_memory_pd_transfer_backends = lambda: listed(None)
+    with pytest.raises(AssertionError, match=r"mooncake.*'nixl'"):
+        check(arguments)
 
 
 @pytest.mark.parametrize("how", ["empty", "raise"])

@@ -207,6 +207,17 @@ def test_hooks_that_sglang_did_not_apply_are_noticed(
     side.close()
 
 
+def test_a_manager_of_another_shape_is_one_clear_line_and_no_reason_not_to_attach(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    manager = resolve("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager")
+    monkeypatch.setattr(manager, "add_transfer_request", property(lambda self: None))
+    same_host.register_hooks(SimpleNamespace(_hooks={}, register=None), None)
+    (warned,) = warnings_in(caplog)
+    assert "no effect" in warned
+    assert "add_transfer_request has no signature" in warned
+
+
 def test_another_shape_is_one_clear_line(
     sglang: Any, sides: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

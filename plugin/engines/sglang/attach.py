@@ -26,6 +26,8 @@ logger = logging.getLogger("kvarena.sglang")
 
 ENTRY_POINT = "kvarena"
 _REGISTRY = "sglang.srt.plugins.hook_registry"
+#: Looked into to prove that the hooks stand, and nobody else's.
+_REGISTRY_NEEDS = ("HookRegistry.register", "HookRegistry._hooks", "HookRegistry._patched", "HookType.AROUND")
 
 
 def attach() -> bool:
@@ -49,7 +51,8 @@ def attach() -> bool:
         logger.warning("kvarena: KVARENA_ENABLE is set but SGLang is not installed; nothing is done.")
         return False
     family, reasons = families.choose(release, experimental=settings.sglang_experimental)
-    if family is None:
+    reasons += _registry_differences()
+    if family is None or reasons:
         logger.warning(
             "kvarena: SGLang %s is not supported and runs as stock; what differs: %s.",
             release,
@@ -90,19 +93,46 @@ def application_problems(family: Family, layer: Layer) -> list[str]:
     registry = resolve(f"{_REGISTRY}.HookRegistry")
     found = []
     for target in active_targets(family, layer):
-        handler = _handler(target)
-        if target.kind is Kind.PROPERTY:
-            if resolve(target.path) is not handler:
-                found.append(f"{target.path} was not replaced, or somebody replaced it again")
-            continue
-        others = [source for _, hook, source in registry._hooks.get(target.path, ()) if hook is not handler]
-        if others:
-            names = ", ".join(sorted({_plugin_name(source) for source in others}))
-            found.append(f"{target.path} is hooked by another plugin too ({names})")
-        elif target.path not in registry._patched:
-            found.append(f"the hook on {target.path} was not applied")
-        elif handler not in handlers_of(resolve(target.path)):
-            found.append(f"the hook on {target.path} was applied, but something replaced it")
+        others = _other_plugins(registry, target)
+        try:
+            problem = _problem_of(registry, target)
+        except LookupError as error:
+            problem = str(error)  # whoever replaced its class left it out
+        # Somebody else's hook is the cause of whatever else is wrong there.
+        found += others or ([problem] if problem else [])
+    return list(dict.fromkeys(found))
+
+
+def _other_plugins(registry: Any, target: Target) -> list[str]:
+    """Hooks of others on a target, or on the class that it belongs to."""
+    handler, found = _handler(target), []
+    for path in (target.path, target.path.rpartition(".")[0]):
+        sources = [source for _, hook, source in registry._hooks.get(path, ()) if hook is not handler]
+        if sources:
+            names = ", ".join(sorted({_plugin_name(source) for source in sources}))
+            found.append(f"{path} is hooked by another plugin too ({names})")
+    return found
+
+
+def _problem_of(registry: Any, target: Target) -> str:
+    handler = _handler(target)
+    if target.kind is Kind.PROPERTY:
+        stands = resolve(target.path) is handler
+        return "" if stands else f"{target.path} was not replaced, or somebody replaced it again"
+    if target.path not in registry._patched:
+        return f"the hook on {target.path} was not applied"
+    if handler not in handlers_of(resolve(target.path)):
+        return f"the hook on {target.path} was applied, but something replaced it"
+    return ""
+
+
+def _registry_differences() -> list[str]:
+    found = []
+    for name in _REGISTRY_NEEDS:
+        try:
+            resolve(f"{_REGISTRY}.{name}")
+        except LookupError as error:
+            found.append(str(error))
     return found
 
 

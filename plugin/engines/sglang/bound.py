@@ -213,7 +213,8 @@ class BoundPool:
             raise PoolStateError(f"{', '.join(held)} still holds registrations; the memory stays.")
         if len(self.arena.mappings) != 1 or self.arena.backed_bytes > self.arena_sink_bytes:
             # Released first: the final size may have left no room for even the sink beside it.
-            self.arena.unback()
+            if self.arena.mappings:  # none: an attempt before this one ended between the two
+                self.arena.unback()
             self.arena.back(self.sink_bytes)
         for name, value in self._eager_fields.items():
             setattr(self.pool, name, value)

@@ -79,7 +79,12 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     bound = _lay_over_arena(self, device, floor_terms)
     runtime.pools.append(bound)
     bound.on_close.append(lambda: runtime.manager.call_every("kvarena_pool_closing", pool=bound))
-    announce_reserved(bound)
+    try:
+        announce_reserved(bound)
+    except BaseException:
+        runtime.pools.remove(bound)
+        bound.close()
+        raise
     bound.on_close.append(lambda: runtime.pools.remove(bound))
 
 

@@ -6,7 +6,7 @@ from kvarena.plugin.engines.sglang import family_0_5_17, family_0_5_20, family_0
 from kvarena.plugin.engines.sglang.shapes import differences
 from kvarena.plugin.engines.sglang.targets import Family, Layer
 
-__all__ = ["FAMILIES", "choose", "layer_of"]
+__all__ = ["FAMILIES", "choose", "is_experimental", "layer_of"]
 
 #: Newest first: a release that nobody has tested yet is most like the last one.
 FAMILIES: tuple[Family, ...] = (
@@ -41,7 +41,8 @@ def choose(release: str, *, experimental: bool = False) -> tuple[Family | None, 
     known = [family for family in FAMILIES if release in family.releases]
     reasons: list[str] = []
     for family in known or FAMILIES:
-        planner_only = layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL
+        # Only a release that is known is known to need no more: others have the same planner, too.
+        planner_only = known and layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL
         found = differences(family, shapes=(family.planner,)) if planner_only else differences(family)
         if not found:
             return family, []
@@ -51,6 +52,11 @@ def choose(release: str, *, experimental: bool = False) -> tuple[Family | None, 
 
 def layer_of(family: Family, release: str, *, experimental: bool) -> Layer:
     """What the plugin does in a release of a family."""
-    if release == "0.5.16" or (release in family.experimental and not experimental):
+    if release == "0.5.16" or (is_experimental(family, release) and not experimental):
         return Layer.TRUTHFUL
     return family.layer
+
+
+def is_experimental(family: Family, release: str) -> bool:
+    """Whether a release is supported on request only; one that was never tested is as its family is."""
+    return release in family.experimental or (release not in family.releases and bool(family.experimental))

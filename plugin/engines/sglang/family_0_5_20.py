@@ -14,6 +14,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    STAGING,
     sizing,
 )
 from kvarena.plugin.engines.sglang.targets import Family, Layer, Shape, SizeRule, Target
@@ -54,6 +55,7 @@ def _family(
             *BACKPORT,
             *buffers,
             *REGISTRATION,
+            *STAGING,
         ),
         needs=(
             *NEEDS,

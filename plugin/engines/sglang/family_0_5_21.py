@@ -9,6 +9,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    STAGING,
     sizing,
 )
 from kvarena.plugin.engines.sglang.targets import Family, Layer, Shape, SizeRule, Target
@@ -42,6 +43,7 @@ FAMILY = Family(
         *BACKPORT,
         *BUFFER_INFOS,
         *REGISTRATION,
+        *STAGING,
     ),
     needs=(
         *NEEDS,

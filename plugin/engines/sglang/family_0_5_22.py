@@ -8,6 +8,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    STAGING,
     sizing,
 )
 from kvarena.plugin.engines.sglang.targets import Family, Layer, Shape, SizeRule, Target
@@ -34,6 +35,7 @@ FAMILY = Family(
         ),
         *BUFFER_INFOS,
         *REGISTRATION,
+        *STAGING,
     ),
     needs=(
         *NEEDS,

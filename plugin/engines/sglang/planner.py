@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvarena.errors import KvArenaError
+from kvarena.plugin.engines.sglang.families import is_experimental
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.targets import Layer
@@ -59,6 +60,7 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
         return (_release_refusal(),)
     hardened = layer is Layer.HARDENED
     try:
+        _say_what_has_no_effect(server_args)
         found = list(own_refusals(server_args, own_virtual_ids=family.own_virtual_ids))
         found += _collect(request_from(server_args, drafts_are_stocks_business=hardened))
     except Exception as error:  # noqa: BLE001 - SGLang's own code is asked, which may raise anything
@@ -67,6 +69,17 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
     if not found and not _stock_agrees(original, server_args):
         found.append(Refusal("stock", ENVIRONMENT, "SGLang's own planner refuses it and gives no reason"))
     return tuple(dict.fromkeys(found))
+
+
+def _say_what_has_no_effect(server_args: Any) -> None:
+    cfg = config_view(server_args)
+    pair = cfg.disaggregation_mode != "null" and cfg.disaggregation_transfer_backend == "mooncake"
+    if runtime.settings is not None and runtime.settings.same_host and not pair:
+        runtime.say_once(
+            logging.WARNING,
+            "kvarena: KVARENA_SAME_HOST has no effect: it is for prefill and decode servers with Mooncake "
+            "(--disaggregation-mode, --disaggregation-transfer-backend mooncake).",
+        )
 
 
 def _without_us(original: Callable[[Any], bool], server_args: Any) -> bool:
@@ -99,7 +112,7 @@ def _stock_agrees(original: Callable[[Any], bool], server_args: Any) -> bool:
 
 def _release_refusal() -> Refusal:
     assert runtime.family is not None
-    if runtime.release in runtime.family.experimental:
+    if is_experimental(runtime.family, runtime.release):
         return Refusal(
             "experimental",
             "KVARENA_SGLANG_EXPERIMENTAL",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, final
 
+from kvarena.errors import KvArenaError
 from kvarena.pool.sizing import RanksDisagreeError
 
 __all__ = ["Ranks", "Report"]
@@ -60,13 +61,25 @@ class Ranks:
         return dist.get_world_size(self._group)
 
     def exchange(self, mine: Report) -> list[Report]:
-        """Every rank's report, in the order of ranks."""
+        """Every rank's report, in the order of ranks.
+
+        Raises
+        ------
+        KvArenaError
+            A rank has died, or was not heard for as long as the group waits.
+        """
         if self._group is None:
             return [mine]
         import torch.distributed as dist
 
         everyone: list[Any] = [None] * self.count
-        dist.all_gather_object(everyone, tuple(mine), group=self._group)
+        try:
+            dist.all_gather_object(everyone, tuple(mine), group=self._group)
+        except RuntimeError as error:
+            raise KvArenaError(
+                f"At {mine.stage!r} of a resize, the other {self.count - 1} ranks cannot be heard: {error}.",
+                fix="Look for the rank that ended or hangs in the other logs, then start the server anew.",
+            ) from error
         return [Report(*report) for report in everyone]
 
     def agree(self, mine: Report) -> list[Report]:

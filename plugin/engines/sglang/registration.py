@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
@@ -12,9 +13,18 @@ from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
-__all__ = ["Buffer", "KvRegistration", "deregister_mooncake", "register_mooncake", "register_nixl", "tell"]
+__all__ = [
+    "Buffer",
+    "KvRegistration",
+    "deregister_mooncake",
+    "register_mooncake",
+    "register_nixl",
+    "register_staging",
+    "tell",
+]
 
 _ATTRIBUTE = "_kvarena_registration"
+_STAGING = "_kvarena_staging"
 _KINDS = ("kv", "aux", "state")
 
 
@@ -39,7 +49,25 @@ def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
     # Aux buffers are registered with the same engine; it keeps them apart by address.
     registration = KvRegistration(bound, self.kv_args, engine, lambda memory: engine)
     _replace(self, registration)
+    for region in getattr(self, _STAGING, ()):
+        registration.add(region)
     _same_host().stand_behind(self, bound, registration.ledger)
+
+
+def register_staging(original: Callable[[Any, int, int], None], self: Any, ptr: int, size: int) -> None:
+    """Around ``MooncakeKVManager._register_staging_memory``, which follows the registration of buffers.
+
+    Stock looks at no return code, and never takes the buffer back: after a role switch, its addresses
+    may be another buffer's, which is then refused.
+    """
+    registration: KvRegistration | None = getattr(self, _ATTRIBUTE, None)
+    if registration is None:
+        original(self, ptr, size)
+        return
+    region = Region(int(ptr), int(size))
+    registration.add(region)
+    # A manager that unregisters and registers again keeps its staging buffers.
+    setattr(self, _STAGING, [*getattr(self, _STAGING, ()), region])
 
 
 def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
@@ -52,9 +80,12 @@ def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
     if registration is None:
         original(self)
         return
-    _same_host().step_aside(self)
-    registration.close()
-    setattr(self, _ATTRIBUTE, None)
+    try:
+        _same_host().step_aside(self)
+    finally:
+        # What the same-host path still holds keeps the memory, not Mooncake's registrations.
+        registration.close()
+        setattr(self, _ATTRIBUTE, None)
     kv_args = self.kv_args
     self.kv_args = _without_buffers(kv_args)
     try:
@@ -109,10 +140,11 @@ class KvRegistration:
         self.ledger = RegistrationLedger(engine, on_change=tell)
         self.others: list[RegistrationLedger] = []
         self._kv_args = kv_args
+        self._engine_for = engine_for
         bound.ledgers.append(self.ledger)
         runtime.manager.register(self)
         try:
-            self._register_others(engine_for)
+            self._register_others()
             self._move()
         except BaseException:
             self.close()
@@ -136,6 +168,16 @@ class KvRegistration:
         if pool is self.bound:
             self.close()
 
+    def add(self, region: Region) -> None:
+        """Register one more buffer that is not in the arena.
+
+        Raises
+        ------
+        RegistrationError
+            The engine refused it.
+        """
+        self._register_other([region], region, "VRAM")
+
     def close(self) -> None:
         """Unregister everything; a second call does nothing.
 
@@ -145,8 +187,9 @@ class KvRegistration:
             The engine refused; the memory of what it still holds must stay.
         """
         held = self.ledger.registered_bytes
-        for ledger in (self.ledger, *self.others):
-            ledger.clear()
+        with contextlib.ExitStack() as all_of_them:
+            for ledger in (self.ledger, *self.others):
+                all_of_them.callback(ledger.clear)
         if self.ledger in self.bound.ledgers:
             self.bound.ledgers.remove(self.ledger)
         if runtime.manager.is_registered(self):
@@ -173,7 +216,7 @@ class KvRegistration:
                 others=sum(ledger.registered_bytes for ledger in self.others),
             )
 
-    def _register_others(self, engine_for: Callable[[str], TransferEngine]) -> None:
+    def _register_others(self) -> None:
         """Aux buffers, and whatever KV or state lies outside the arena; overlaps are registered once."""
         strangers = [
             b for b in _buffers(self._kv_args) if runtime.pool_at(b.region.address) is not self.bound
@@ -182,9 +225,12 @@ class KvRegistration:
             regions = [buffer.region for buffer in strangers if buffer.memory == memory]
             start = min(region.address for region in regions)
             span = Region(start, max(region.end for region in regions) - start)
-            ledger = RegistrationLedger(engine_for(memory), on_change=tell)
-            self.others.append(ledger)
-            ledger.move_to(_apart(regions), backed=span)
+            self._register_other(_apart(regions), span, memory)
+
+    def _register_other(self, regions: list[Region], span: Region, memory: str) -> None:
+        ledger = RegistrationLedger(self._engine_for(memory), on_change=tell)
+        self.others.append(ledger)
+        ledger.move_to(regions, backed=span)
 
     def _correct_lengths(self) -> None:
         """The lengths that SGLang goes on with: NIXL derives from them how many pages it may address."""

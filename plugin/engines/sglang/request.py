@@ -88,9 +88,10 @@ def request_from(server_args: Any, *, drafts_are_stocks_business: bool = False) 
         custom_mem_pool=_env("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
         dcp_size=int(cfg.dcp_size),
         speculative_algorithm=None if drafts_are_stocks_business else cfg.speculative_algorithm,
-        ray=bool(getattr(cfg, "use_ray", False)),
+        ray=bool(cfg.use_ray),
+        # Came with 0.5.22; every other field is in all releases, and one that is gone cannot be read.
         kv_cache_sharding=bool(getattr(cfg, "enable_kv_cache_sharding", False)),
-        hisparse=bool(getattr(cfg, "enable_hisparse", False)),
+        hisparse=bool(cfg.enable_hisparse),
         kv_cache_disabled=bool(cfg.prefill_only_disable_kv_cache),
         setting_names=SETTING_NAMES,
     )

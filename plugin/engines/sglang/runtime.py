@@ -54,7 +54,7 @@ class Runtime:
 
     def problems(self) -> list[str]:
         """Why the hooks may not act: targets that were not applied, or that somebody else changed too."""
-        if self.family is None or self.layer is None:
+        if not self.attached or self.family is None or self.layer is None:
             return ["kvarena is not attached to this process"]
         if self._problems is None:
             from kvarena.plugin.engines.sglang.attach import application_problems
@@ -64,7 +64,7 @@ class Runtime:
 
     def acts(self) -> bool:
         """Whether every target of the release stands; otherwise each hook does what stock does."""
-        return self.attached and not self.problems()
+        return not self.problems()
 
     def pool_at(self, address: int) -> BoundPool | None:
         """The pool whose addresses hold this one."""

@@ -51,10 +51,13 @@ _REQUEST = f"{_CONN}.MooncakeKVManager.add_transfer_request"
 
 
 def hook_targets() -> tuple[Target, ...]:
-    """What is hooked in this release: by what its code offers."""
+    """What is hooked in this release: by what its code offers. Raises `LookupError`."""
     import inspect
 
-    waits = "wait_event" in inspect.signature(resolve(_REQUEST)).parameters
+    try:
+        waits = "wait_event" in inspect.signature(resolve(_REQUEST)).parameters
+    except (TypeError, ValueError) as error:
+        raise LookupError(f"{_REQUEST} has no signature ({error})") from error
     resolve(EARLY_SEND.path)
     return TRANSFERS if waits else (*TRANSFERS, EARLY_SEND)
 

@@ -35,6 +35,7 @@ class ResizeSession:
     """The transaction of one resize.
 
     Left by an exception, it takes every step back, last first, and tells the other ranks, which do the same.
+    Ranks meet from `solve` on; one that fails before just ends, as in stock.
 
     Parameters
     ----------
@@ -79,9 +80,14 @@ class ResizeSession:
             except Exception:
                 logger.exception("kvarena: undoing the resize failed in part.")
         self._undo.clear()
-        if not self._told and self.ranks.count > 1:
+        if self._solver is not None and not self._told and self.ranks.count > 1:
             # The others are, or will be, in an exchange: they must not wait for a rank that has given up.
-            self.ranks.exchange(Report("failed", failure=str(error) or repr(error)))
+            # Before the first one they may be in SGLang's own reduction of free memory, which an exchange
+            # cannot meet: all would wait for the group's timeout, where this rank's end tells them at once.
+            try:
+                self._exchange(Report("failed", failure=str(error) or repr(error)))
+            except KvArenaError as unheard:
+                logger.warning("kvarena: the other ranks were not told of the failure: %s", unheard)
 
     def undo(self, step: Callable[[], object]) -> None:
         """Remember how to take back what was just done."""
@@ -106,6 +112,14 @@ class ResizeSession:
         """
         self._solver, self._from_tokens = solver, from_tokens
         self._budget = self._allowed(budget)
+        if self._budget < budget:
+            # What fails for that reason blames SGLang's own flags.
+            logger.info(
+                "kvarena: SGLang measured %d bytes for the pool, of which it may have %d (what is free and "
+                "reserved, KVARENA_POOL_BYTES, KVARENA_HEADROOM, plugins).",
+                budget,
+                self._budget,
+            )
         self._config = self._solve()
         return self._config
 
@@ -125,17 +139,19 @@ class ResizeSession:
         # Run last: whatever was registered before, the sink, is registered again once it is back.
         self.undo(self._announce_sink)
         self._let_go()
+        # From here on, even if no other rank can be heard any more.
+        self.undo(self.bound.revert)
         while True:
             mine, error = self._try_to_back(config)
-            reports = self.ranks.exchange(mine)
+            reports = self._exchange(mine)
             if not any(report.failure or report.stage != mine.stage for report in reports):
                 break
-            self.bound.revert()
             if not self._may_retry(reports, mine.stage):
-                self._told = True
+                self._told = True  # all ranks end here; none will be in another exchange
                 if error is not None and self.ranks.count == 1:
                     raise error
                 raise_if_failed(reports, mine.stage)
+            self.bound.revert()
             self.attempts += 1
             self._budget = max(0, self._budget - self._less(error))
             self._lack = mine.failure
@@ -148,7 +164,6 @@ class ResizeSession:
                 self._budget,
             )
             _copy_config(self._solve(), config)
-        self.undo(self.bound.revert)
         self.bound.take_size(int(config.unified_memory_pool_bytes))
         self._config = config
 
@@ -180,14 +195,25 @@ class ResizeSession:
         if kept is not None:
             kept.unified_memory_pool_bytes = self.bound.total_bytes
         resize = self.publish()
-        reports = self.ranks.exchange(
+        reports = self._exchange(
             Report("resized", tokens=config.max_total_num_tokens, nbytes=self.bound.total_bytes)
         )
         self._told = True
         raise_if_failed(reports, "resized")
-        announce_finalized(
-            self.bound, resize, milliseconds=self.backing_ms, attempts=self.attempts, ranks=len(reports)
-        )
+        try:
+            announce_finalized(
+                self.bound, resize, milliseconds=self.backing_ms, attempts=self.attempts, ranks=len(reports)
+            )
+        except Exception:
+            # Every rank has the new size by now: one alone must not go back for the sake of a line in a log.
+            logger.exception("kvarena: the pool is resized, but this cannot be reported.")
+
+    def _exchange(self, mine: Report) -> list[Report]:
+        try:
+            return self.ranks.exchange(mine)
+        except KvArenaError:
+            self._told = True  # who cannot be reached now is not waited for once more
+            raise
 
     def _let_go(self) -> None:
         for ledger in self.bound.ledgers:
@@ -224,7 +250,7 @@ class ResizeSession:
             failure = f"no token fits a budget of {self._budget} bytes"
         if failure and self._lack:
             failure = f"{self._lack} Then: {failure}"
-        reports = self.ranks.exchange(Report("sized", failure=failure, tokens=tokens))
+        reports = self._exchange(Report("sized", failure=failure, tokens=tokens))
         if any(report.failure or report.stage != "sized" for report in reports):
             self._told = True
             raise_if_failed(reports, "sized")

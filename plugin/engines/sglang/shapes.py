@@ -34,11 +34,10 @@ def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> lis
     """What differs from the family, one line each; empty: everything is as expected."""
     found = []
     for shape in (*family.targets, *family.needs) if shapes is None else shapes:
-        optional = isinstance(shape, Target) and shape.optional
         try:
             value = resolve(shape.path)
         except LookupError as error:
-            if not optional:
+            if not (isinstance(shape, Target) and _is_absent(shape)):
                 found.append(str(error))
             continue
         if isinstance(shape, Target) and shape.kind is Kind.PROPERTY:
@@ -53,17 +52,25 @@ def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> lis
 
 def missing(family: Family) -> tuple[Target, ...]:
     """The optional targets that this release or process does not have."""
-    return tuple(target for target in family.targets if target.optional and not _exists(target.path))
+    return tuple(target for target in family.targets if _is_absent(target))
+
+
+def _is_absent(target: Target) -> bool:
+    """Whether an optional target's class is not there; one without the method has another shape."""
+    return target.optional and _owner(target.path) is None
 
 
 def _exists(path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    try:
-        value = resolve(owner)
-    except LookupError:
-        return False
+    owner = _owner(path)
     # Inherited members do not count: a later release is known by what its own class defines.
-    return name in vars(value)
+    return owner is not None and path.rpartition(".")[2] in vars(owner)
+
+
+def _owner(path: str) -> Any:
+    try:
+        return resolve(path.rpartition(".")[0])
+    except LookupError:
+        return None
 
 
 def _signature_differences(shape: Shape, value: Any) -> list[str]:
@@ -72,19 +79,40 @@ def _signature_differences(shape: Shape, value: Any) -> list[str]:
         actual = inspect.signature(value)
     except (TypeError, ValueError) as error:
         return [f"{shape.path} has no signature ({error})"]
+    if inspect.iscoroutinefunction(inspect.unwrap(value)):
+        return [f"{shape.path} is a coroutine"]
     wanted = _parse(shape.signature)
     have = {
-        name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default is not parameter.empty)
+        name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default)
         for name, parameter in actual.parameters.items()
     }
-    lost = [name for name in wanted if name not in have]
-    # A new parameter with a default passes through our handlers untouched; one without would be required.
-    new = [name for name, (_, default) in have.items() if name not in wanted and not default]
-    moved = [name for name, keyword in wanted.items() if name in have and have[name][0] != keyword]
-    positions = [name for name in have if name in wanted and not wanted[name]]
-    if not (lost or new or moved) and positions == [name for name, keyword in wanted.items() if not keyword]:
+    same = all(name in have and _agree(have[name], parameter) for name, parameter in wanted.items())
+    # A new parameter without a default is required of whoever calls; one with a default may still be
+    # given by SGLang itself, and then a handler has to hand it on.
+    harmless = not isinstance(shape, Target) or _hands_on(shape)
+    new = [
+        name
+        for name, (_, default) in have.items()
+        if name not in wanted and (default is inspect.Parameter.empty or not harmless)
+    ]
+    positions = [name for name in have if name in wanted and not wanted[name][0]]
+    if same and not new and positions == [name for name, (keyword, _) in wanted.items() if not keyword]:
         return []
     return [f"{shape.path}{actual_text(actual)} was expected as ({shape.signature})"]
+
+
+def _agree(have: tuple[bool, Any], wanted: tuple[bool, Any]) -> bool:
+    """Whether a parameter is passed in the same way, and means the same when it is not passed."""
+    (keyword, default), (wanted_keyword, wanted_default) = have, wanted
+    return keyword == wanted_keyword and (
+        default is wanted_default or (type(default) is type(wanted_default) and default == wanted_default)
+    )
+
+
+def _hands_on(target: Target) -> bool:
+    """Whether a target's handler passes on keywords that it does not know."""
+    handler = resolve(f"kvarena.plugin.engines.sglang.{target.handler}")
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(handler).parameters.values())
 
 
 def actual_text(signature: inspect.Signature) -> str:
@@ -95,10 +123,19 @@ def actual_text(signature: inspect.Signature) -> str:
     return str(inspect.Signature(bare))
 
 
-def _parse(signature: str) -> dict[str, bool]:
-    """Parameter name to whether it is keyword-only."""
+def _parse(signature: str) -> dict[str, tuple[bool, Any]]:
+    """Parameter name to whether it is keyword-only, and its default."""
     function = ast.parse(f"def _({signature}): pass").body[0]
     assert isinstance(function, ast.FunctionDef)
-    arguments = function.args
-    names = {argument.arg: False for argument in (*arguments.posonlyargs, *arguments.args)}
-    return names | {argument.arg: True for argument in arguments.kwonlyargs}
+    given = function.args
+    positional = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
+    found = dict(zip(positional, [*defaults, *given.defaults], strict=True))
+    return {name: (False, _value(node)) for name, node in found.items()} | {
+        argument.arg: (True, _value(node))
+        for argument, node in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    }
+
+
+def _value(node: ast.expr | None) -> Any:
+    return inspect.Parameter.empty if node is None else ast.literal_eval(node)

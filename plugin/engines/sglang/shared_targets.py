@@ -11,6 +11,7 @@ __all__ = [
     "NEEDS",
     "PLANNER",
     "REGISTRATION",
+    "STAGING",
     "SWA_ALLOCATOR",
     "sizing",
 ]
@@ -102,6 +103,15 @@ REGISTRATION = (
         "self",
         "hicache:register_umbp_linker",
         optional=True,
+    ),
+)
+
+#: Since 0.5.19; before, staging buffers are registered by a lambda (and PD with unified memory is refused).
+STAGING = (
+    Target(
+        f"{_DISAGGREGATION}.mooncake.conn.MooncakeKVManager._register_staging_memory",
+        "self, ptr, size",
+        "registration:register_staging",
     ),
 )
 

@@ -58,7 +58,7 @@ class Target(Shape):
     """``module:name`` of ours."""
     kind: Kind = Kind.AROUND
     optional: bool = False
-    """A release without it (or a process that cannot import it) is no reason to refuse."""
+    """A release without its class (or a process that cannot import it) is no reason to refuse."""
 
 
 @dataclass(frozen=True)
