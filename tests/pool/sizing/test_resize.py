@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from kvarena.pool import (
@@ -46,6 +47,18 @@ def test_the_sizes_are_what_the_allocators_have(pool: UnifiedKVPool) -> None:
     assert resize.swa_max_total_num_tokens == allocator.size_swa
     assert resize.unified_memory_pool_bytes == pool.total_bytes
     assert resize.capped_max_running_requests is None
+
+
+def test_a_numpy_size_is_a_size_to_all_of_them(pool: UnifiedKVPool) -> None:
+    resize = resize_for(pool, np.int64(LIMIT // 2))
+    assert resize == resize_for(pool, LIMIT // 2)
+    assert type(resize.max_total_num_tokens) is type(resize.unified_memory_pool_bytes) is int
+    allocator = UnifiedSWATokenToKVPoolAllocator(pool)
+    config = msgspec.structs.replace(resize, unified_memory_pool_bytes=np.int64(LIMIT // 2))
+    pool.finalize_backing(config)
+    allocator.resize(config)
+    assert allocator.size_full == resize.full_max_total_num_tokens
+    assert allocator.alloc(8, swa_tail_len=np.int64(4)) is not None
 
 
 def test_it_is_sglangs_struct() -> None:
