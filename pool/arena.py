@@ -193,6 +193,12 @@ class Arena:
         DriverError
             The driver failed.
         """
+        size = self.check_give_back(nbytes)
+        with self._watched():
+            self._handles.cut(size)
+
+    def check_give_back(self, nbytes: int) -> int:
+        """`nbytes`, if `give_back` would take it; raises what that raises, and changes nothing."""
         self._require(ArenaState.BACKED, "give memory back")
         ends = [mapping.end for mapping in self.mappings]
         size = as_count(nbytes) or 0
@@ -202,8 +208,7 @@ class Arena:
                 f"{nbytes!r}: memory goes back in whole handles.",
                 fix=_nearest(size, ends[:-1]),
             )
-        with self._watched():
-            self._handles.cut(size)
+        return size
 
     def unback(self) -> None:
         """Release every handle; only the addresses stay. A transaction, as `give_back` is.

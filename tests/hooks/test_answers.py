@@ -108,7 +108,7 @@ def wrapped() -> HookManager:
 
 
 def test_a_wrapper_is_named_as_any_other(wrapped: HookManager) -> None:
-    with pytest.raises(HookError, match="'wraps' failed in .*closing: ZeroDivisionError: after") as caught:
+    with pytest.raises(HookError, match=r"'wraps' failed in .*closing: ZeroDivisionError: after") as caught:
         wrapped.hook.kvarena_pool_closing(pool=None)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     # What it lets through is the other's.
