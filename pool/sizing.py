@@ -105,24 +105,27 @@ def agree(
 def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
     """The sizes of a pool at `total_bytes`, as its allocators will have them.
 
-    A side's tokens are what it holds when the other is empty: both share the bytes.
+    A side's tokens are what it holds when the other is empty: both share the bytes. States are no tokens.
 
     Raises
     ------
     PoolSizeError
         The pool cannot have this size.
     """
+    from kvarena.pool.layout import MambaSubPoolSpec
+
     total_bytes = pool.check_total_bytes(total_bytes)
     tokens = {
         spec.name: (total_bytes // pool.page_bytes(spec.name) - pool.min_page_index(spec.name))
         * pool.slots_per_page(spec.name)
         for spec in pool.sub_pool_specs
+        if not isinstance(spec, MambaSubPoolSpec)
     }
     full, swa = tokens.get("full"), tokens.get("swa")
     if full is not None and swa is not None:
         swa = min(full, swa)  # the full side owns the ids
     return PostCaptureKVResize(
-        max_total_num_tokens=next(iter(tokens.values())) if full is None else full,
+        max_total_num_tokens=min(tokens.values(), default=0) if full is None else full,
         full_max_total_num_tokens=full,
         swa_max_total_num_tokens=swa,
         unified_memory_pool_bytes=total_bytes,

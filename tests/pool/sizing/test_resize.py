@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 from kvarena.pool import (
     HostVmm,
+    MambaSubPoolSpec,
     MHASubPoolSpec,
+    MLASubPoolSpec,
     PoolSizeError,
     PostCaptureKVResize,
     UnifiedKVPool,
@@ -47,6 +50,25 @@ def test_the_sizes_are_what_the_allocators_have(pool: UnifiedKVPool) -> None:
     assert resize.swa_max_total_num_tokens == allocator.size_swa
     assert resize.unified_memory_pool_bytes == pool.total_bytes
     assert resize.capped_max_running_requests is None
+
+
+@pytest.mark.parametrize("ends", [("up", "down"), ("down", "up")])
+@pytest.mark.parametrize("name", ["full", "latent"])
+def test_states_are_no_tokens(ends: tuple[Any, Any], name: str) -> None:
+    # vllm-project/vllm#40384: what the end that grows up holds was called tokens, states or not.
+    specs = [
+        MLASubPoolSpec(name, ends[0], 2, 24, 8, torch.float16),
+        MambaSubPoolSpec("mamba", ends[1], 2, ((3, 5),), (64, 64), torch.float16),
+    ]
+    pool = UnifiedKVPool(
+        total_bytes=LIMIT, sub_pool_specs=specs, driver=HostVmm(), page_size=4, post_capture_active=True
+    )
+    # Pages of 512 bytes behind a sink of one state.
+    least = -(-specs[1].entry_bytes() // 512)
+    resize = resize_for(pool, LIMIT // 2)
+    assert resize.max_total_num_tokens == (LIMIT // 2 // 512 - least) * 4
+    assert resize.full_max_total_num_tokens == (resize.max_total_num_tokens if name == "full" else None)
+    pool.close()
 
 
 def test_a_numpy_size_is_a_size_to_all_of_them(pool: UnifiedKVPool) -> None:
