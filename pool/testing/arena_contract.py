@@ -327,6 +327,9 @@ class ArenaContract:
             assert f"call {number}" in str(failure)
             # Whatever failed, everything else was tried.
             assert (failing.calls.count("unmap"), failing.calls.count("release")) == (3, 3)
+            # Never the addresses beneath what is still mapped.
+            mapped = [line for line in driver.outstanding() if line.startswith("mapping")]
+            assert ("release_reservation" in failing.calls) == (not mapped)
             failing.fail_at = None
             arena.close()
             assert arena.state is ArenaState.CLOSED

@@ -12,10 +12,18 @@ from kvarena.hooks import hookimpl
 from kvarena.plugin.composition import make_manager
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.lifecycle import PoolLifecycle
-from kvarena.pool import HostVmm, MHASubPoolSpec, UnifiedSWATokenToKVPoolAllocator, resize_for
+from kvarena.pool import (
+    DriverError,
+    HostVmm,
+    MHASubPoolSpec,
+    OutOfMemoryError,
+    UnifiedSWATokenToKVPoolAllocator,
+    resize_for,
+)
 from kvarena.pool.testing import FailingDriver, no_leaks
 from kvarena.transfer import RecordingEngine, Region, RegistrationError
 from kvarena.transfer.protocol import Capabilities
+from kvarena.transfer.regions import overlapping
 
 MIB = 1 << 20
 LIMIT = 16 * MIB
@@ -28,13 +36,20 @@ SPECS = (
 class Engine(RecordingEngine):
     """Fails at one of its calls; its regions can be replaced only, or also added."""
 
-    def __init__(self, name: str, *, live: bool = True) -> None:
+    def __init__(self, name: str, host: HostVmm, *, live: bool = True) -> None:
         capabilities = Capabilities(crosses_seams=False, spans_handles=True, live_reregistration=live)
         super().__init__(name, capabilities=capabilities, moves_memory=False)
+        self.host = host
         self.fail_at = 0
+        self.without_memory: list[Region] = []
 
     def register(self, regions: Sequence[Region]) -> None:
         self._count(regions)
+        for region in regions:
+            try:
+                self.host._check_backed("register", region.address, region.nbytes)
+            except DriverError:
+                self.without_memory.append(region)
         super().register(regions)
 
     def unregister(self, regions: Sequence[Region]) -> None:
@@ -55,7 +70,8 @@ class Life:
     def __init__(self, *, block: tuple[str, ...] = (), transfer: tuple[str, ...] = ()) -> None:
         self.host = HostVmm(memory_limit=LIMIT)
         self.driver = FailingDriver(self.host)
-        self.engines = [Engine("first"), Engine("second", live=False)]
+        self.host.unmap = self._unmap  # type: ignore[method-assign]
+        self.engines = [Engine("first", self.host), Engine("second", self.host, live=False)]
         self.heard: list[tuple[Any, ...]] = []
         self.fail_at = 0
         settings = Settings(
@@ -126,6 +142,13 @@ class Life:
     def kvarena_pool_closing(self, pool: object) -> None:
         self._hear("closing")
 
+    def _unmap(self, address: int, nbytes: int) -> None:
+        gone = Region(address, nbytes)
+        for engine in self.engines:
+            if overlapping(gone, engine.regions):
+                engine.without_memory.append(gone)
+        HostVmm.unmap(self.host, address, nbytes)
+
     def _hear(self, *what: object) -> None:
         self.heard.append(what)
         self.fail_at -= 1
@@ -144,6 +167,7 @@ def life() -> Iterator[Life]:
         made.life.close()
     assert made.driver.outstanding() == []
     assert made.host.live_bytes == 0
+    assert [engine.without_memory for engine in made.engines] == [[], []]
 
 
 STEPS: dict[str, Callable[[Life], None]] = {
@@ -227,6 +251,19 @@ def test_regions_in_use_stay_when_another_engine_refuses_the_growth(life: Life) 
         life.life.grow(6 * MIB, life.allocator)
     assert first.regions == held
     assert not [call for call in first.calls[calls:] if held[0] in call.detail]  # type: ignore[operator]
+
+
+def test_what_has_no_memory_is_not_registered_even_when_nothing_can_be_undone(life: Life) -> None:
+    life.start()
+    life.fail_at = 2  # in kvarena_pool_finalized
+    life.driver._ops, life.driver._forever = frozenset({"create"}), True
+    life.driver._error = OutOfMemoryError("create", "ENOMEM", requested=MIB, free=0)
+    life.driver.fail_at = 2  # the new size's is the last that can be made: the sink cannot come back
+    with pytest.raises(KvArenaError, match="ZeroDivisionError") as caught:
+        life.finalize(5 * MIB)
+    assert any("backing the sink alone again failed too" in note for note in caught.value.__notes__)
+    assert (life.pool.arena.backed_bytes, [engine.regions for engine in life.engines]) == (0, [(), ()])
+    life.driver.fail_at = None
 
 
 @pytest.mark.parametrize("number", range(1, 6))
