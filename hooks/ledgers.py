@@ -96,7 +96,9 @@ class LedgerKeeper:
         except KvArenaError:
             # The ledger that failed has rolled itself back; the ones before it go back too.
             for ledger, before in reversed(moved):
-                ledger.withdraw()
+                # Only what is new: peers may be using the rest.
+                for region in set(ledger.regions).difference(before):
+                    ledger.withdraw(region)
                 ledger.restore(before)
             raise
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, final
 
 import pluggy
 from kvarena.errors import KvArenaError
 from kvarena.hooks import specs
+from kvarena.hooks._answers import settled
 from kvarena.hooks._markers import PROJECT
 from kvarena.hooks.errors import HookError, PluginLoadError
 
@@ -20,8 +21,8 @@ __all__ = ["HookManager", "create_manager"]
 class HookManager(pluggy.PluginManager):
     """pluggy's manager for the hooks of :mod:`kvarena.hooks.specs`.
 
-    An exception of a plugin leaves a call as `HookError`, which names the plugin; kvarena's own
-    errors pass unchanged, because their types are what callers act on.
+    An exception of a plugin, or an answer of the wrong type, leaves a call as `HookError`, which names
+    the plugin; kvarena's own errors pass unchanged, because their types are what callers act on.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,9 @@ class HookManager(pluggy.PluginManager):
         try:
             registered = super().register(plugin, name)
             self.check_pending()
+        except ValueError as error:
+            # The name is taken, or the plugin is registered already: whoever has it keeps it.
+            raise PluginLoadError(name or self.get_canonical_name(plugin), error) from error
         except pluggy.PluginValidationError as error:
             refused = name or self.get_canonical_name(plugin)
             # Some releases of pluggy have taken it out again already.
@@ -43,10 +47,10 @@ class HookManager(pluggy.PluginManager):
             return None
         for caller in self.get_hookcallers(plugin) or ():
             for impl in caller.get_hookimpls():
-                # A wrapper is a generator: it raises through pluggy, after its plugin has run.
-                if impl.plugin is plugin and not (impl.hookwrapper or impl.wrapper):
+                if impl.plugin is plugin:
+                    named = _named_wrapper if impl.hookwrapper or impl.wrapper else _named
                     # pluggy types it as final, yet this is the one place where plugin and function meet.
-                    setattr(impl, "function", _named(impl.function, registered, caller.name))  # noqa: B010
+                    setattr(impl, "function", named(impl.function, registered, caller.name))  # noqa: B010
         return registered
 
     def load_entry_points(self, group: str = PROJECT) -> list[str]:
@@ -88,7 +92,19 @@ class HookManager(pluggy.PluginManager):
                 self.subset_hook_caller(hook, everyone - {plugin})(**kwargs)
             except KvArenaError as error:
                 failures.append(error)
+            except Exception as error:  # noqa: BLE001 - of pluggy itself: a wrapper that never yields
+                failures.append(HookError(self.get_name(plugin) or repr(plugin), hook, error))
         return failures
+
+    def one_by_one(self, hook: str) -> Iterator[Callable[..., Any]]:
+        """A caller of a hook for each plugin, in the order of a plain call; wrappers are around each.
+
+        For hooks whose answers must not be lost when a later plugin fails.
+        """
+        implementations = getattr(self.hook, hook).get_hookimpls()
+        answering = [impl.plugin for impl in implementations if not (impl.hookwrapper or impl.wrapper)]
+        for plugin in reversed(answering):
+            yield self.subset_hook_caller(hook, set(answering) - {plugin})
 
 
 def create_manager(
@@ -119,7 +135,22 @@ def _named(function: Callable[..., object], plugin: str, hook: str) -> Callable[
     @functools.wraps(function)
     def call(*args: object) -> object:
         try:
-            return function(*args)
+            return settled(hook, function(*args))
+        except KvArenaError:
+            raise
+        except Exception as error:
+            raise HookError(plugin, hook, error) from error
+
+    return call
+
+
+def _named_wrapper(
+    function: Callable[..., Any], plugin: str, hook: str
+) -> Callable[..., Generator[object, object, object]]:
+    @functools.wraps(function)
+    def call(*args: object) -> Generator[object, object, object]:
+        try:
+            return (yield from function(*args))
         except KvArenaError:
             raise
         except Exception as error:

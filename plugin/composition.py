@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvarena.hooks import HookManager, TransferConfig, create_manager
@@ -33,7 +34,9 @@ def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) 
     Raises
     ------
     ConfigError
-        No plugin has one of the names that the settings ask for; no engine is left open.
+        No plugin has one of the names that the settings ask for.
+    KvArenaError
+        A plugin failed. In both cases no engine is left open.
     """
     config = TransferConfig(
         engines=settings.transfer,
@@ -42,14 +45,18 @@ def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) 
         socket_dir=settings.socket_dir,
         arena=pool.arena,
     )
-    answers = manager.hook.kvarena_transfer_engines(config=config)
-    engines = [engine for answer in answers for engine in answer or ()]
-    missing = set(settings.transfer) - {engine.name for engine in engines}
-    if missing:
-        for engine in engines:
-            engine.close()
-        raise ConfigError(
-            f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
-            fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
-        )
+    engines: list[TransferEngine] = []
+    with ExitStack() as undo:
+        for ask in manager.one_by_one("kvarena_transfer_engines"):
+            for answer in ask(config=config):
+                for engine in answer or ():
+                    undo.callback(engine.close)
+                    engines.append(engine)
+        missing = set(settings.transfer) - {engine.name for engine in engines}
+        if missing:
+            raise ConfigError(
+                f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
+                fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
+            )
+        undo.pop_all()
     return engines

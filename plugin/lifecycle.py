@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest, HookManager
+from kvarena.plugin.closing import failures_of, raise_first
 from kvarena.plugin.composition import collect_refusals, make_engines, make_manager
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.status.reporter import StatusReporter
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["PoolLifecycle"]
 
 logger = logging.getLogger("kvarena")
+
+_UNBLOCK = "Take kvarena's own plugins out of KVARENA_BLOCK_PLUGINS."
 
 
 @final
@@ -160,7 +163,8 @@ class PoolLifecycle:
                 undo.callback(engine.close)
             self._keeper = LedgerKeeper(self.manager, engines)
             undo.callback(self._drop_keeper)
-            self.manager.register(self._keeper, LedgerKeeper.plugin_name)
+            if self.manager.register(self._keeper, LedgerKeeper.plugin_name) is None:
+                raise ConfigError("nothing would keep the registrations in step with the pool.", fix=_UNBLOCK)
             with self._noting_registrations():
                 self.manager.hook.kvarena_pool_reserved(pool=pool)
             undo.pop_all()
@@ -178,7 +182,9 @@ class PoolLifecycle:
             request = BudgetRequest(
                 pool, self.driver, headroom_bytes=self.settings.headroom, most_bytes=self.settings.pool_bytes
             )
-            nbytes = int(self.manager.hook.kvarena_budget(request=request))
+            nbytes: int | None = self.manager.hook.kvarena_budget(request=request)
+            if nbytes is None:
+                raise ConfigError("no plugin says how large the pool may be.", fix=_UNBLOCK)
             event.update(
                 nbytes=nbytes,
                 free=free,
@@ -232,11 +238,13 @@ class PoolLifecycle:
         with Transaction() as transaction:
             with self.timeline.timed("grown") as event:
                 pool.grow(total_bytes)
+                # Last to be undone: everyone hears which size stands.
+                transaction.undo(lambda: self._announce_finalized(pool), "announcing the old size")
                 transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             transaction.undo(lambda: self._announce_resizing(pool, before), "letting go of the new memory")
             # Requests get pages in the new memory only once every engine knows it.
-            self._register(pool, self._resize_now(pool))
+            self._register(pool)
             allocator.extend_capacity()
 
     def give_back(self, total_bytes: int, allocator: ElasticAllocator) -> None:
@@ -245,21 +253,23 @@ class PoolLifecycle:
         Raises
         ------
         KvArenaError
-            Pages in the tail are in flight, or the rest has no room for them; everything is as it was.
+            Pages in the tail are in flight, or the rest has no room for them, or a plugin failed;
+            everything is as it was.
         """
         pool = self._pool()
+        before = pool.total_bytes
+        total_bytes = pool.check_give_back(total_bytes)  # before anyone lets go of anything
         with Transaction() as transaction:
             allocator.shrink_capacity(total_bytes)
             transaction.undo(allocator.extend_capacity, "giving the allocators their old size")
-            transaction.undo(
-                lambda: self._register(pool, self._resize_now(pool)), "registering the tail again"
-            )
+            transaction.undo(lambda: self._announce_finalized(pool), "registering the tail again")
             with self._noting_registrations():
                 self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
             with self.timeline.timed("given_back") as event:
                 pool.give_back(total_bytes)
+                transaction.undo(lambda: pool.grow(before), "taking the memory again")
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
-        self._register(pool, self._resize_now(pool))
+            self._register(pool)
 
     def close(self) -> None:
         """Tell everyone, let go of every region, then of the memory; a second call does nothing.
@@ -267,30 +277,30 @@ class PoolLifecycle:
         Raises
         ------
         KvArenaError
-            A plugin failed. The memory is kept only while a ledger could not let go of its regions.
+            A plugin, an engine or the driver failed. What could not be let go, the memory among it
+            while a ledger has regions, is tried again by the next call.
         """
-        pool, self.pool = self.pool, None
+        from kvarena.pool import ArenaState
+
+        pool = self.pool
         if pool is None:
             self._stop_reporting()
             return
         failures = self.manager.call_every("kvarena_pool_closing", pool=pool)
-        if any(ledger.regions for ledger in self.ledgers):
-            self.pool = pool
-            raise failures[0]
-        for ledger in self.ledgers:
-            try:
-                ledger.engine.close()
-            except KvArenaError as error:
-                failures.append(error)
-        self._drop_keeper()
-        pool.close()
-        self.timeline.add("closed")
-        self._stop_reporting()
-        if failures:
-            raise failures[0]
+        if not any(ledger.regions for ledger in self.ledgers):
+            for ledger in self.ledgers:
+                failures += failures_of(ledger.engine.close, f"transfer engine {ledger.engine.name!r}")
+            self._drop_keeper()
+            failures += failures_of(pool.close, "the pool")
+            if pool.arena.state is ArenaState.CLOSED:
+                self.pool = None
+                self.timeline.add("closed")
+                self._stop_reporting()
+        raise_first(failures)
 
     def _finalize_once(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> None:
         pool = self._pool()
+        pool.check_finalize(resize)  # before anyone lets go of anything
         with Transaction() as transaction:
             # Last to be undone: when the sink is back, everyone hears of it and registers it.
             transaction.undo(lambda: self._announce_reserved(pool), "announcing the sink")
@@ -305,7 +315,9 @@ class PoolLifecycle:
             transaction.undo(lambda: self._announce_resizing(pool, 0), "letting go of the new memory")
             self._register(pool, resize)
 
-    def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize) -> None:
+    def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize | None = None) -> None:
+        """Tell everyone the size: the one that was asked for, or else the pool's."""
+        resize = resize or self._resize_now(pool)
         self.reporter.resized(resize)
         with self._noting_registrations():
             self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
@@ -332,10 +344,16 @@ class PoolLifecycle:
             )
 
     def _announce_reserved(self, pool: UnifiedKVPool) -> None:
-        _raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
+        self.reporter.resized(None)
+        raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
+
+    def _announce_finalized(self, pool: UnifiedKVPool) -> None:
+        resize = self._resize_now(pool)
+        self.reporter.resized(resize)
+        raise_first(self.manager.call_every("kvarena_pool_finalized", pool=pool, resize=resize))
 
     def _announce_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
-        _raise_first(self.manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
+        raise_first(self.manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
 
     def _stop_reporting(self) -> None:
         self.reporter.close()
@@ -344,9 +362,9 @@ class PoolLifecycle:
             self._metrics = None
 
     def _drop_keeper(self) -> None:
-        if self._keeper is not None:
+        if self._keeper is not None and self.manager.is_registered(self._keeper):
             self.manager.unregister(self._keeper)
-            self._keeper = None
+        self._keeper = None
 
     def _pool(self) -> UnifiedKVPool:
         if self.pool is None:
@@ -358,8 +376,3 @@ class PoolLifecycle:
         from kvarena.pool import resize_for
 
         return resize_for(pool, pool.total_bytes)
-
-
-def _raise_first(failures: Sequence[KvArenaError]) -> None:
-    if failures:
-        raise failures[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvarena.pool._capacity import change_total_bytes
+from kvarena.pool._counts import as_count
 from kvarena.pool.errors import AllocatorError, LayoutError, PoolSizeError, PoolStateError
 from kvarena.pool.multi_ended_allocator import MultiEndedAllocator
 from kvarena.pool.unified_kv_pool import UnifiedKVPool
@@ -113,10 +114,11 @@ class HybridCapacity:
                 "The allocator of an eager pool has its size already.",
                 fix="Make the pool with post_capture_active=True to size it after capture.",
             )
-        total = getattr(config, "unified_memory_pool_bytes", None)
-        if not isinstance(total, int) or isinstance(total, bool):
+        given = getattr(config, "unified_memory_pool_bytes", None)
+        total = as_count(given)
+        if total is None:
             raise PoolSizeError(
-                f"The size of the pool is missing: {total!r} is not a byte count.",
+                f"The size of the pool is missing: {given!r} is not a byte count.",
                 requested=None,
                 least=self.pool.total_bytes,
                 most=self.pool.total_bytes,
@@ -201,7 +203,7 @@ class HybridCapacity:
                 "Only a pool that was sized after capture, and is final, gives memory back.",
                 fix="Make it with post_capture_active=True and finalize it.",
             )
-        self.pool.check_total_bytes(total_bytes)
+        total_bytes = self.pool.check_total_bytes(total_bytes)
         if total_bytes > self.pool.total_bytes:
             raise PoolSizeError(
                 f"The pool has {self.pool.total_bytes} bytes and cannot shrink to {total_bytes}.",

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 import torch
+from kvarena.pool._counts import as_count
 from kvarena.pool._free_pages import Pages
 from kvarena.pool.errors import AllocatorError
 
@@ -62,7 +63,8 @@ class PageReader:
             or the ids are not whole pages in order (the last may be cut short).
         """
         size = self._page_size
-        if not isinstance(start_pos, int) or start_pos < 0 or start_pos % size:
+        start = as_count(start_pos)
+        if start is None or start < 0 or start % size:
             raise AllocatorError(
                 f"{self._name}: a segment starts at position {start_pos}, which is not the first of a page "
                 f"of {size} tokens.",
@@ -118,7 +120,10 @@ class PageReader:
             # A tensor on the device has to come over first, which waits for it; alloc hands out host ids.
             found = ids.detach().cpu().numpy()
         else:
-            found = np.asarray(ids)
+            try:
+                found = np.asarray(ids)
+            except (TypeError, ValueError) as error:  # rows of different lengths
+                raise self._wrong_type(type(ids).__name__) from error
             if found.size and (found.dtype.kind != "i" or found.dtype.itemsize < 4):
                 raise self._wrong_type(found.dtype)
         return found.reshape(-1).astype(np.int64, copy=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
+from kvarena.pool._counts import as_count
 from kvarena.pool.errors import LayoutError, PoolSizeError
 from kvarena.pool.layout import SubPoolSpec
 
@@ -86,10 +85,3 @@ def check_size(total_bytes: object, *, least: int, most: int) -> int:
             fix="Reserve more before capture, or finalize to less.",
         )
     return size
-
-
-def as_count(value: object) -> int | None:
-    """A whole number as an int, be it numpy's; None for anything else, booleans among it."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        return None
-    return operator.index(value)

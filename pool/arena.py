@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from kvarena.pool._counts import as_count
 from kvarena.pool._handles import Handles, failure_of
 from kvarena.pool.errors import ArenaStateError
 from kvarena.pool.transaction import Transaction, add_note
@@ -65,18 +67,20 @@ class Arena:
     Raises
     ------
     ArenaStateError
-        `reserved_bytes` is not positive.
+        `reserved_bytes` is no byte count that can be reserved.
     DriverError
         The addresses cannot be had.
     """
 
     def __init__(self, driver: Driver, reserved_bytes: int) -> None:
-        if reserved_bytes <= 0:
+        size = _rounded(reserved_bytes, driver.granularity)
+        if not 0 < size <= sys.maxsize:
             raise ArenaStateError(
-                f"An arena of {reserved_bytes} bytes cannot be reserved.", fix="Reserve at least one byte."
+                f"An arena of {reserved_bytes!r} bytes cannot be reserved.",
+                fix=f"Reserve at least one byte, and at most {sys.maxsize}.",
             )
         self.driver = driver
-        self.reserved_bytes = _round_up(reserved_bytes, driver.granularity)
+        self.reserved_bytes = size
         self.base = driver.reserve(self.reserved_bytes)
         self.state = ArenaState.RESERVED
         self._handles = Handles(driver, self.base)
@@ -189,16 +193,22 @@ class Arena:
         DriverError
             The driver failed.
         """
+        size = self.check_give_back(nbytes)
+        with self._watched():
+            self._handles.cut(size)
+
+    def check_give_back(self, nbytes: int) -> int:
+        """`nbytes`, if `give_back` would take it; raises what that raises, and changes nothing."""
         self._require(ArenaState.BACKED, "give memory back")
         ends = [mapping.end for mapping in self.mappings]
-        if nbytes not in ends[:-1]:
+        size = as_count(nbytes) or 0
+        if size not in ends[:-1]:
             raise ArenaStateError(
-                f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot be cut to {nbytes}: "
-                "memory goes back in whole handles.",
-                fix=_nearest(nbytes, ends[:-1]),
+                f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot be cut to "
+                f"{nbytes!r}: memory goes back in whole handles.",
+                fix=_nearest(size, ends[:-1]),
             )
-        with self._watched():
-            self._handles.cut(nbytes)
+        return size
 
     def unback(self) -> None:
         """Release every handle; only the addresses stay. A transaction, as `give_back` is.
@@ -288,10 +298,10 @@ class Arena:
             self._require(ArenaState.BACKED, what)
 
     def _checked_size(self, nbytes: int) -> int:
-        size = _round_up(nbytes, self.driver.granularity)
+        size = _rounded(nbytes, self.driver.granularity)
         if not 0 < size <= self.reserved_bytes:
             raise ArenaStateError(
-                f"{nbytes} bytes cannot be backed: {self.reserved_bytes} are reserved.",
+                f"{nbytes!r} bytes cannot be backed: {self.reserved_bytes} are reserved.",
                 fix=f"Ask for 1 to {self.reserved_bytes} bytes.",
             )
         return size
@@ -311,5 +321,6 @@ def _nearest(nbytes: int, sizes: Sequence[int]) -> str:
     return f"Ask for {' or '.join(near)} bytes." if near else "Close the arena instead."
 
 
-def _round_up(nbytes: int, granularity: int) -> int:
-    return -(-nbytes // granularity) * granularity
+def _rounded(nbytes: object, granularity: int) -> int:
+    """Up to whole granules; 0 for what is no byte count."""
+    return -(-(as_count(nbytes) or 0) // granularity) * granularity

@@ -13,9 +13,11 @@ import fcntl
 import itertools
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, final
 
+from kvarena.pool._counts import as_count
 from kvarena.pool._host_memory import available_bytes
 from kvarena.pool.errors import DriverError, OutOfMemoryError
 
@@ -69,19 +71,21 @@ class HostVmm:
     fresh_is_zero = True
 
     def __init__(self, memory_limit: int | None = None, granularity: int = mmap.PAGESIZE) -> None:
-        if granularity < mmap.PAGESIZE or granularity & (granularity - 1):
+        size = as_count(granularity) or 0
+        if size < mmap.PAGESIZE or size & (size - 1):
             raise DriverError(
                 "HostVmm",
                 "EINVAL",
-                f"granularity is {granularity}",
+                f"granularity is {granularity!r}",
                 fix=f"Use a power of two that is at least {mmap.PAGESIZE}.",
             )
-        if memory_limit is not None and memory_limit < 0:
+        limit = as_count(memory_limit)
+        if memory_limit is not None and (limit is None or limit < 0):
             raise DriverError(
-                "HostVmm", "EINVAL", f"memory_limit is {memory_limit}", fix="Use 0 or more bytes."
+                "HostVmm", "EINVAL", f"memory_limit is {memory_limit!r}", fix="Use 0 or more bytes."
             )
-        self.granularity = granularity
-        self.memory_limit = memory_limit
+        self.granularity = size
+        self.memory_limit = limit
         self._reservations: dict[int, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._mappings: dict[int, _Handle] = {}
@@ -248,10 +252,13 @@ class HostVmm:
         return record
 
     def _check_size(self, op: str, nbytes: int) -> None:
-        if nbytes <= 0 or nbytes % self.granularity:
+        size = as_count(nbytes) or 0
+        if size <= 0 or size % self.granularity:
             raise DriverError(
-                op, "EINVAL", f"{nbytes} bytes is no positive multiple of the granularity {self.granularity}"
+                op, "EINVAL", f"{nbytes!r} is no positive multiple of the granularity {self.granularity}"
             )
+        if size > sys.maxsize:  # ctypes would pass on the lower 64 bits
+            raise DriverError(op, "ENOMEM", f"{nbytes} bytes are more than there are addresses")
 
     def _check_mappable(self, address: int, nbytes: int, record: _Handle) -> None:
         if nbytes != record.nbytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.pool._counts import as_count
 from kvarena.pool.budget import PoolCost, SubPoolCost, tokens_for_budget
 from kvarena.pool.errors import PoolSizeError
 
@@ -82,43 +83,49 @@ def agree(
     RanksDisagreeError
         A rank failed; every rank raises this, with each failed rank's reason.
     """
-    if gather is not None:
-        if not isinstance(tokens, (int, str)):
-            raise TypeError("with gather, tokens is this rank's own value")
-        values = gather(tokens)
+    values: Sequence[int | str]
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        # Also what is no count is exchanged: the others are waiting for this rank.
+        values = [tokens] if gather is None else gather(tokens)
+    elif gather is not None:
+        raise TypeError("with gather, tokens is this rank's own value")
     else:
-        values = [tokens] if isinstance(tokens, (int, str)) else tokens
+        values = tokens
+    counts = [as_count(value) for value in values]
     failures = {
         rank: value if isinstance(value, str) else f"it has {value} tokens"
-        for rank, value in enumerate(values)
-        if isinstance(value, str) or value <= 0
+        for rank, (value, count) in enumerate(zip(values, counts, strict=True))
+        if count is None or count <= 0
     }
     if failures or not values:
         raise RanksDisagreeError(failures, len(values))
-    return min(value for value in values if isinstance(value, int))
+    return min(count for count in counts if count is not None)
 
 
 def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
     """The sizes of a pool at `total_bytes`, as its allocators will have them.
 
-    A side's tokens are what it holds when the other is empty: both share the bytes.
+    A side's tokens are what it holds when the other is empty: both share the bytes. States are no tokens.
 
     Raises
     ------
     PoolSizeError
         The pool cannot have this size.
     """
-    pool.check_total_bytes(total_bytes)
+    from kvarena.pool.layout import MambaSubPoolSpec
+
+    total_bytes = pool.check_total_bytes(total_bytes)
     tokens = {
         spec.name: (total_bytes // pool.page_bytes(spec.name) - pool.min_page_index(spec.name))
         * pool.slots_per_page(spec.name)
         for spec in pool.sub_pool_specs
+        if not isinstance(spec, MambaSubPoolSpec)
     }
     full, swa = tokens.get("full"), tokens.get("swa")
     if full is not None and swa is not None:
         swa = min(full, swa)  # the full side owns the ids
     return PostCaptureKVResize(
-        max_total_num_tokens=next(iter(tokens.values())) if full is None else full,
+        max_total_num_tokens=min(tokens.values(), default=0) if full is None else full,
         full_max_total_num_tokens=full,
         swa_max_total_num_tokens=swa,
         unified_memory_pool_bytes=total_bytes,

@@ -216,6 +216,13 @@ class UnifiedKVPool:
         OutOfMemoryError, DriverError
             The device refused. In every case the pool is as it was.
         """
+        total_bytes = self.check_finalize(config)
+        self.arena.back(total_bytes)
+        self.total_bytes = total_bytes
+        self.finalized = True
+
+    def check_finalize(self, config: Any) -> int:
+        """The size that `finalize_backing` would take; raises what that raises, and changes nothing."""
         self._require_open("be finalized")
         if not self.post_capture_active:
             raise PoolStateError(
@@ -226,10 +233,7 @@ class UnifiedKVPool:
             raise PoolStateError(
                 f"The pool is final already, with {self.total_bytes} bytes.", fix="Use grow() or give_back()."
             )
-        total_bytes = self.check_total_bytes(getattr(config, "unified_memory_pool_bytes", None))
-        self.arena.back(total_bytes)
-        self.total_bytes = total_bytes
-        self.finalized = True
+        return self.check_total_bytes(getattr(config, "unified_memory_pool_bytes", None))
 
     def revert_finalize(self) -> None:
         """Take `finalize_backing` back: the sink alone is backed, with zeros.
@@ -302,6 +306,16 @@ class UnifiedKVPool:
         DriverError
             The device refused. In every case the pool is as it was.
         """
+        total_bytes, backed = self._checked_give_back(total_bytes)
+        if backed < self.arena.backed_bytes:  # else only bytes that rounding up had added change hands
+            self.arena.give_back(backed)
+        self.total_bytes = total_bytes
+
+    def check_give_back(self, total_bytes: int) -> int:
+        """The size that `give_back` would take; raises what that raises, and changes nothing."""
+        return self._checked_give_back(total_bytes)[0]
+
+    def _checked_give_back(self, total_bytes: int) -> tuple[int, int]:
         self._require_resizable("give memory back")
         total_bytes = self.check_total_bytes(total_bytes)
         if total_bytes >= self.total_bytes:
@@ -314,9 +328,9 @@ class UnifiedKVPool:
             )
         granularity = self.driver.granularity
         backed = -(-total_bytes // granularity) * granularity
-        if backed < self.arena.backed_bytes:  # else only bytes that rounding up had added change hands
-            self.arena.give_back(backed)
-        self.total_bytes = total_bytes
+        if backed < self.arena.backed_bytes:
+            self.arena.check_give_back(backed)
+        return total_bytes, backed
 
     def get_contiguous_buf_infos(self, name: str | None = None) -> ContiguousBufInfos:
         """What a transfer engine may register: only bytes that have memory.

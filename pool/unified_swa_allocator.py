@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, final
 
 import torch
+from kvarena.pool._counts import as_count
 from kvarena.pool._free_group import FreeGroup
 from kvarena.pool._free_pages import Pages
 from kvarena.pool._hybrid_capacity import HybridCapacity
@@ -227,12 +228,13 @@ class UnifiedSWATokenToKVPoolAllocator(FreeGroup, HybridCapacity):
         return found
 
     def _tail_pages(self, need_size: int, tail_len: int) -> int:
-        if isinstance(tail_len, bool) or not isinstance(tail_len, int) or not 0 <= tail_len <= need_size:
+        tail = as_count(tail_len)
+        if tail is None or not 0 <= tail <= need_size:
             raise AllocatorError(
                 f"A window tail of {tail_len!r} of {need_size} tokens was asked for.",
                 fix="Ask for 0 tokens up to all of them.",
             )
-        return -(-tail_len // self.page_size)
+        return -(-tail // self.page_size)
 
     def _free_swa(self, pages: Pages) -> None:
         swa = self.swa_attn_allocator

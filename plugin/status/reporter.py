@@ -95,8 +95,8 @@ class StatusReporter:
         self._source = usage_of(allocator) or self._source
         self._source_failed = False
 
-    def resized(self, resize: PostCaptureKVResize) -> None:
-        """The size that the engine serves with from now on."""
+    def resized(self, resize: PostCaptureKVResize | None) -> None:
+        """The size that the engine serves with from now on; None: it was taken back."""
         self._resize = resize
 
     def record(self) -> None:

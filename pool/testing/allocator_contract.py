@@ -213,6 +213,23 @@ class AllocatorContract:
         allocator.free(ids[8 * page :])
         assert allocator.verify_byte_accounting() == []
 
+    @pytest.mark.parametrize("swapped", [False, True])
+    def test_a_pinned_frontier_walls_off_what_lies_behind_it(self, driver: Driver, swapped: bool) -> None:
+        with HybridSample(driver, page_size=4, reserved=False, swapped=swapped) as sample:
+            allocator, page = sample.allocator, sample.page_size
+            rest = allocator.alloc(allocator.full_available_size() - 4 * page, swa_tail_len=0)
+            assert rest is not None
+            kept = _allocated(allocator, page)  # on the full side far out, at the other end of the arena
+            allocator.free(rest)
+            free = allocator.available_size()
+            allocator.pin(kept)
+            available = allocator.available_size()
+            assert 0 < available < free
+            assert allocator.alloc(available + page) is None
+            _allocated(allocator, available)
+            assert allocator.available_size() == 0
+            assert allocator.verify_byte_accounting() == []
+
     def test_reading_what_has_no_page_gives_the_sink(self, sample: HybridSample) -> None:
         allocator, device = sample.allocator, sample.pool.device
         ids = _allocated(allocator, 8)

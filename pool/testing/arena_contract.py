@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvarena.pool.arena import Arena, ArenaState
@@ -130,6 +131,21 @@ class ArenaContract:
             with pytest.raises(ArenaStateError, match=str(4 * size)):
                 arena.grow(5 * size)
             assert arena.backed_bytes == size
+
+    @pytest.mark.parametrize("bad", [True, 4096.0, float("nan"), None, "4096", 2**64, 2**64 + 4096])
+    def test_what_is_no_size_is_refused(self, driver: Driver, bad: Any) -> None:
+        """The last one was cut to 64 bits on its way to the kernel, and 4096 bytes were reserved."""
+        with pytest.raises(ArenaStateError, match=re.escape(repr(bad))):
+            Arena(driver, bad)
+        size = driver.granularity
+        with Arena(driver, 4 * size) as arena:
+            arena.back(size)
+            arena.grow(2 * size)
+            before = arena.mappings
+            for step in (arena.back, arena.grow, arena.give_back):
+                with pytest.raises(ArenaStateError, match=re.escape(repr(bad))):
+                    step(bad)
+            assert arena.mappings == before
 
     def test_out_of_memory_leaves_the_sink_as_it_was(self, driver: Driver) -> None:
         size = driver.granularity
@@ -311,6 +327,9 @@ class ArenaContract:
             assert f"call {number}" in str(failure)
             # Whatever failed, everything else was tried.
             assert (failing.calls.count("unmap"), failing.calls.count("release")) == (3, 3)
+            # Never the addresses beneath what is still mapped.
+            mapped = [line for line in driver.outstanding() if line.startswith("mapping")]
+            assert ("release_reservation" in failing.calls) == (not mapped)
             failing.fail_at = None
             arena.close()
             assert arena.state is ArenaState.CLOSED

@@ -56,7 +56,8 @@ def test_it_follows_the_pool_through_its_life(serve: Any, directory: Path) -> No
     served.finalize(4 * MIB)
     ids = allocator.alloc(10 * 16)
     allocator.free_swa(ids[: 4 * 16])
-    said = _wait(directory, lambda pool: bool(pool.sub_pools and pool.sub_pools[0].live_pages))
+    # The file is written whenever something happens, so also between two calls here.
+    said = _wait(directory, lambda pool: [each.live_pages for each in pool.sub_pools] == [10, 6])
     full, swa = said.sub_pools
     assert said.state == "serving"
     assert said.backed_bytes == said.registered_bytes == pool.arena.backed_bytes == 4 * MIB
@@ -65,17 +66,17 @@ def test_it_follows_the_pool_through_its_life(serve: Any, directory: Path) -> No
     assert swa.free_pages == allocator.swa_attn_allocator.available_size() // 16
     assert said.tokens == allocator.size_full == full.num_pages * 16
 
+    epoch = said.engines[0].epoch
     lifecycle.grow(6 * MIB, allocator)
-    said = _wait(directory, lambda pool: len(pool.handle_bytes) == 2)
+    said = _wait(directory, lambda pool: pool.engines[0].epoch == lifecycle.ledgers[0].epoch)
+    assert said.engines[0].epoch > epoch
     assert said.handle_bytes == (4 * MIB, 2 * MIB)
     assert said.tokens == allocator.size_full
-    epoch = said.engines[0].epoch
-    assert epoch == lifecycle.ledgers[0].epoch
 
     lifecycle.give_back(4 * MIB, allocator)
-    said = _wait(directory, lambda pool: len(pool.handle_bytes) == 1)
-    assert (said.backed_bytes, said.tokens) == (4 * MIB, allocator.size_full)
-    assert said.engines[0].epoch > epoch
+    said = _wait(directory, lambda pool: len(pool.handle_bytes) == 1 and pool.tokens == allocator.size_full)
+    assert said.backed_bytes == 4 * MIB
+    assert said.engines[0].epoch == lifecycle.ledgers[0].epoch
 
 
 def test_an_eager_pool_says_so(serve: Any, directory: Path) -> None:

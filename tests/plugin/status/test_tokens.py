@@ -13,9 +13,11 @@ from kvarena.plugin.status.view import render
 from kvarena.pool import (
     MambaSubPoolSpec,
     MHASubPoolSpec,
+    MLASubPoolSpec,
     MultiEndedAllocator,
     PoolCost,
     PostCaptureKVResize,
+    resize_for,
     tokens_for_budget,
 )
 from rich.console import Console
@@ -54,6 +56,25 @@ def test_sixteen_requests_in_eight_gib() -> None:
     assert left // TOKEN_BYTES - tokens in range(STATE_BYTES // TOKEN_BYTES + 2)  # states begin at multiples
     # Not a half, nor a quarter, of it.
     assert tokens > 0.98 * left / TOKEN_BYTES
+
+
+def test_a_few_states_do_not_cut_the_tokens() -> None:
+    # Neither side is called "full", and nobody says for how many requests.
+    specs = (
+        MambaSubPoolSpec("states", "up", 1, ((4, 4),), (32, 32), torch.bfloat16),
+        MLASubPoolSpec("latent", "down", 1, 24, 8, torch.bfloat16),
+    )
+    lifecycle = PoolLifecycle(Settings(status=False, load_plugins=False), device="cpu")
+    pool = lifecycle.reserve(specs, total_bytes=1 << 20, page_size=4)
+    try:
+        sides = _Resizes(*(MultiEndedAllocator(pool, name) for name in ("latent", "states")))
+        lifecycle.finalize(resize_for(pool, 1 << 20), sides)
+        status = lifecycle.reporter.pool_status()
+        # 256 bytes a page behind a sink of one state, 4128 bytes.
+        assert status.tokens == ((1 << 20) // 256 - 17) * 4
+        assert status.requests == (1 << 20) // 4128 - 1
+    finally:
+        lifecycle.close()
 
 
 def test_status_gauge_and_allocator_agree_to_the_token(directory: Path) -> None:

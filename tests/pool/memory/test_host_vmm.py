@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvarena.pool import Arena, DriverError, HostVmm, OutOfMemoryError
@@ -55,6 +56,16 @@ def test_memory_is_committed_when_a_handle_is_made() -> None:
     assert os.fstat(fd).st_blocks * 512 == 64 * PAGE
     os.close(fd)
     driver.release(handle)
+
+
+@pytest.mark.parametrize("bad", [0, -PAGE, PAGE + 1, float(PAGE), True, None, "4096", 2**64 + PAGE])
+def test_a_size_that_is_none_is_refused(bad: Any) -> None:
+    # ctypes passes on the lower 64 bits: 2**64 + 4096 reserved 4096 bytes, and was noted as more.
+    driver = HostVmm()
+    for take in (driver.reserve, driver.create):
+        with pytest.raises(DriverError):
+            take(bad)
+    assert (driver._reservations, driver.live_bytes) == ({}, 0)
 
 
 def test_a_peer_cannot_cut_the_memory_away() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from kvarena.pool import RanksDisagreeError, agree
 
@@ -55,3 +56,19 @@ def test_without_a_gather_the_values_are_all_there() -> None:
         agree([])
     with pytest.raises(TypeError, match="own value"):
         agree([1, 2], lambda value: [value])
+
+
+def test_a_count_of_any_kind_counts() -> None:
+    # Only ints were compared: a numpy 3 beside a 5 agreed on 5, which the first rank cannot hold.
+    assert agree([np.int64(3), 5]) == 3  # type: ignore[list-item]
+    assert agree(np.int64(3), lambda value: [value, 5]) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("none", [3.0, float("nan"), None, True, np.array([3, 4])])
+def test_what_is_no_count_is_that_ranks_failure(none: object) -> None:
+    with pytest.raises(RanksDisagreeError) as caught:
+        agree([5, none])  # type: ignore[list-item]
+    assert list(caught.value.failures) == [1]
+    # The others wait in the exchange, so this rank must take part in it.
+    with pytest.raises(RanksDisagreeError):
+        agree(none, lambda value: [5, value])  # type: ignore[arg-type]

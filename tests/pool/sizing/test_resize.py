@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from kvarena.pool import (
     HostVmm,
+    MambaSubPoolSpec,
     MHASubPoolSpec,
+    MLASubPoolSpec,
     PoolSizeError,
     PostCaptureKVResize,
     UnifiedKVPool,
@@ -46,6 +50,37 @@ def test_the_sizes_are_what_the_allocators_have(pool: UnifiedKVPool) -> None:
     assert resize.swa_max_total_num_tokens == allocator.size_swa
     assert resize.unified_memory_pool_bytes == pool.total_bytes
     assert resize.capped_max_running_requests is None
+
+
+@pytest.mark.parametrize("ends", [("up", "down"), ("down", "up")])
+@pytest.mark.parametrize("name", ["full", "latent"])
+def test_states_are_no_tokens(ends: tuple[Any, Any], name: str) -> None:
+    # vllm-project/vllm#40384: what the end that grows up holds was called tokens, states or not.
+    specs = [
+        MLASubPoolSpec(name, ends[0], 2, 24, 8, torch.float16),
+        MambaSubPoolSpec("mamba", ends[1], 2, ((3, 5),), (64, 64), torch.float16),
+    ]
+    pool = UnifiedKVPool(
+        total_bytes=LIMIT, sub_pool_specs=specs, driver=HostVmm(), page_size=4, post_capture_active=True
+    )
+    # Pages of 512 bytes behind a sink of one state.
+    least = -(-specs[1].entry_bytes() // 512)
+    resize = resize_for(pool, LIMIT // 2)
+    assert resize.max_total_num_tokens == (LIMIT // 2 // 512 - least) * 4
+    assert resize.full_max_total_num_tokens == (resize.max_total_num_tokens if name == "full" else None)
+    pool.close()
+
+
+def test_a_numpy_size_is_a_size_to_all_of_them(pool: UnifiedKVPool) -> None:
+    resize = resize_for(pool, np.int64(LIMIT // 2))
+    assert resize == resize_for(pool, LIMIT // 2)
+    assert type(resize.max_total_num_tokens) is type(resize.unified_memory_pool_bytes) is int
+    allocator = UnifiedSWATokenToKVPoolAllocator(pool)
+    config = msgspec.structs.replace(resize, unified_memory_pool_bytes=np.int64(LIMIT // 2))
+    pool.finalize_backing(config)
+    allocator.resize(config)
+    assert allocator.size_full == resize.full_max_total_num_tokens
+    assert allocator.alloc(8, swa_tail_len=np.int64(4)) is not None
 
 
 def test_it_is_sglangs_struct() -> None:
