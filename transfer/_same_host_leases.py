@@ -103,17 +103,22 @@ class LeasedPart:
         """Whether nothing is left to be written."""
         return self._left == 0
 
-    def index_pages(self) -> None:
-        """Make ready for pages in any order."""
+    def index_pages(self, request: str, sub_pool: str) -> None:
+        """Make ready for pages in any order; raises `LeaseError` if the lease names one twice."""
         pages = self._pages
         if self._bitmap is not None or self._order is not None or not pages.size:
             return
         if self.high < _BITMAP_PAGES:
             bitmap = np.zeros(self.high + 1, np.uint8)
             bitmap[pages] = 1
+            if int(np.count_nonzero(bitmap)) != pages.size:
+                raise _leased_twice(request, sub_pool)
             self._bitmap = bitmap
         else:
-            self._order = np.argsort(pages)
+            order = np.argsort(pages)
+            if not (np.diff(pages[order]) > 0).all():
+                raise _leased_twice(request, sub_pool)
+            self._order = order
             self._written = np.zeros(pages.size, np.bool_)
 
     def take(self, request: str, sub_pool: str, pages: Int64) -> None:
@@ -130,7 +135,7 @@ class LeasedPart:
         self._left -= count
 
     def _take_any(self, request: str, sub_pool: str, pages: Int64) -> None:
-        self.index_pages()
+        self.index_pages(request, sub_pool)
         if self._upto > 0:  # what was written in order was not marked
             if self._bitmap is not None:
                 self._bitmap[self._pages[: self._upto]] = 0
@@ -178,6 +183,10 @@ def _not_leased(request: str, sub_pool: str, outside: Int64) -> LeaseError:
     )
 
 
+def _leased_twice(request: str, sub_pool: str) -> LeaseError:
+    return LeaseError(request, f"it names a page of {sub_pool!r} twice")
+
+
 def _written_twice(request: str, sub_pool: str) -> LeaseError:
     return LeaseError(request, f"a page of {sub_pool!r} is written twice under it")
 
@@ -195,8 +204,8 @@ class SentLeases:
         key = (lease.request, lease.serial)
         if key not in self._ended and key not in self._open:
             parts = self._parts(lease)
-            for part in parts.values():
-                part.index_pages()
+            for name, part in parts.items():
+                part.index_pages(lease.request, name)
                 part.is_announced = True
             self._open[key] = parts
 

@@ -86,7 +86,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         """From a peer. Raises `LeaseError` if the bytes are no lease."""
         try:
             return msgspec.msgpack.decode(encoded, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise LeaseError("?", f"unreadable: {error}") from error
 
 

@@ -128,7 +128,7 @@ class MooncakeEngine:
         """The peer's session. Raises `TransferFailed` if it is no Mooncake session or does not answer."""
         try:
             peer = msgspec.json.decode(description, type=_Description)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TransferFailed(self.name, "?", None, f"not a Mooncake description: {error}") from error
         if peer.engine != "mooncake" or peer.protocol != self.protocol:
             raise TransferFailed(

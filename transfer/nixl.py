@@ -157,7 +157,7 @@ class NixlEngine:
         """
         try:
             theirs = msgspec.msgpack.decode(description, type=Description)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TransferFailed(self.name, "?", None, f"not a NIXL description: {error}") from error
         if theirs.engine != "nixl" or theirs.agent == self.agent_name:
             raise TransferFailed(self.name, theirs.agent, None, "not another NIXL agent")
