@@ -105,6 +105,17 @@ class SocketLoop:
             self._thread.join()
         os.close(self._wake_out)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: close the descriptors; nobody who is connected to the parent is told."""
+        self._stopping = True
+        watched = [key.fileobj for key in (self._selector.get_map() or {}).values()]
+        self._selector.close()  # first: to unregister anything would do so for the parent, too
+        for sock in watched:
+            if isinstance(sock, socket.socket):
+                sock.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_out, b"x")

@@ -16,6 +16,7 @@ from kvarena.transfer._same_host_channel import SocketLoop
 from kvarena.transfer._same_host_direction import Asked
 from kvarena.transfer._same_host_export import Exports
 from kvarena.transfer._same_host_followers import Followers
+from kvarena.transfer._same_host_fork import close_in_children
 from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
 from kvarena.transfer._same_host_leases import PageLease
 from kvarena.transfer._same_host_memory import ArenaMemory
@@ -110,6 +111,7 @@ class SameHostEngine:
         self._peers = Peers(about, self._copier, self._exports, self._followers, self._loop)
         host = Welcomes(about, self._copier, self._exports, self._incoming)
         self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
+        close_in_children(self)
 
     @property
     def socket_path(self) -> Path:
@@ -311,6 +313,16 @@ class SameHostEngine:
         self._copier.close()
         with self._changed:
             self._exports.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child this engine is closed; the parent's goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._changed = threading.Condition(threading.RLock())  # a thread that is not here may hold the other
+        self._peers.leave_to_parent()
+        self._loop.leave_to_parent()
+        self._exports.close()
 
     def __enter__(self) -> SameHostEngine:
         return self
