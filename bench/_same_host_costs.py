@@ -14,9 +14,10 @@ import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _same_host_common import KIB, MIB, BenchLease, make_arena
 from kvarena.transfer._same_host_incoming import IncomingTable, Source
-from kvarena.transfer._same_host_leases import LeasedPart, SentLeases, lease_digest, page_ids
+from kvarena.transfer._same_host_leases import LeasedPart, SentLeases, lease_digest
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_ring import Ring
+from kvarena.transfer.pages import page_ids
 from kvarena.transfer.protocol import Region
 from kvarena.transfer.same_host import SameHostEngine
 

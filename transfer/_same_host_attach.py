@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,7 @@ def attach(
     SocketPathError
         Its socket is not one to trust.
     """
+    deadline = time.monotonic() + timeout
     sock = dial(Path(description.path), timeout)
     try:
         hello: dict[str, Any] = {"name": name, "identity": identity, "device": copier.identity()}
@@ -119,6 +121,8 @@ def attach(
         ) from error
     try:
         while peer.epoch < field(welcome.body, "epoch", int):
+            # For all of it: packets that lead nowhere could go on for ever.
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
             peer.handle(_next(sock, description))
     except WireError as error:
         peer.close(str(error))
@@ -210,7 +214,11 @@ def _raise_refusal(description: Description, body: dict[str, Any]) -> NoReturn:
     differences = body.get("differences")
     if code == "manifest" and isinstance(differences, list):
         raise ManifestMismatch(
-            [Difference(str(row[0]), str(row[2]), str(row[1])) for row in differences if len(row) == 3]
+            [
+                Difference(str(row[0]), str(row[2]), str(row[1]))
+                for row in differences
+                if isinstance(row, list) and len(row) == 3
+            ]
         )
     fix = "Give every engine of a host its own name." if code == "name" else ""
     raise PeerRefused(description.name, code, why, fix=fix)

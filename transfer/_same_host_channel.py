@@ -105,6 +105,17 @@ class SocketLoop:
             self._thread.join()
         os.close(self._wake_out)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: close the descriptors; nobody who is connected to the parent is told."""
+        self._stopping = True
+        watched = [key.fileobj for key in (self._selector.get_map() or {}).values()]
+        self._selector.close()  # first: to unregister anything would do so for the parent, too
+        for sock in watched:
+            if isinstance(sock, socket.socket):
+                sock.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_out, b"x")
@@ -200,21 +211,21 @@ class Channel:
         with self._lock:
             if not self._open:
                 raise ChannelClosed
-            if not self._backlog:
-                try:
-                    transmit(self._sock, data, fds)
+            try:
+                if not self._backlog and self._transmit(data, fds):
                     return
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    # The reader will find the end of the connection, too, and tell why.
-                    raise ChannelClosed from error
-            if len(self._backlog) < _BACKLOG_PACKETS:
-                self._backlog.append((data, tuple(os.dup(fd) for fd in fds)))
-                self._loop.watch(self._sock, self._ready, selectors.EVENT_READ | selectors.EVENT_WRITE)
-                return
+                if len(self._backlog) < _BACKLOG_PACKETS:
+                    self._backlog.append((data, _dup_all(fds)))
+                    self._loop.watch(self._sock, self._ready, selectors.EVENT_READ | selectors.EVENT_WRITE)
+                    return
+                why = f"it left {_BACKLOG_PACKETS} packets unread"
+            except ConnectionError as error:
+                # The reader will find the end of the connection, too, and tell why.
+                raise ChannelClosed from error
+            except OSError as error:
+                why = _unsent(error)
         # Not here: the caller may hold what the end of the channel waits for.
-        self._loop.later(lambda: self.close(f"it left {_BACKLOG_PACKETS} packets unread"))
+        self._loop.later(lambda: self.close(why))
         raise ChannelClosed
 
     def close(self, reason: str) -> None:
@@ -268,18 +279,42 @@ class Channel:
             self.close(f"{packet.kind.name} could not be handled: {error}")
 
     def _flush(self) -> None:
-        with self._lock:
-            while self._backlog:
-                data, fds = self._backlog[0]
-                try:
-                    transmit(self._sock, data, fds)
-                except BlockingIOError:
-                    return
-                except OSError:
-                    break
-                self._backlog.popleft()
-                _close_all(fds)
+        try:
+            with self._lock:
+                while self._backlog:
+                    data, fds = self._backlog[0]
+                    if not self._transmit(data, fds):
+                        return
+                    self._backlog.popleft()
+                    _close_all(fds)
+        except ConnectionError:
+            pass  # likewise
+        except OSError as error:
+            self.close(_unsent(error))
         self._loop.watch(self._sock, self._ready, selectors.EVENT_READ)
+
+    def _transmit(self, data: bytes, fds: Sequence[int]) -> bool:
+        try:
+            transmit(self._sock, data, fds)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _unsent(error: OSError) -> str:
+    """Why to let a peer go that lives: it would never know what the packet says."""
+    return f"a packet to it could not be sent: {error}"
+
+
+def _dup_all(fds: Sequence[int]) -> tuple[int, ...]:
+    own: list[int] = []
+    try:
+        for fd in fds:
+            own.append(os.dup(fd))
+    except OSError:
+        _close_all(own)
+        raise
+    return tuple(own)
 
 
 def _close_all(fds: Sequence[int]) -> None:

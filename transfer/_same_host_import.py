@@ -34,9 +34,18 @@ class MappedArena:
         For messages.
     peer_base, reserved_bytes : int
         The peer's own address of its arena, and its length.
+
+    Raises
+    ------
+    WireError
+        No arena lies there.
+    KvArenaError
+        The driver has no addresses for it.
     """
 
     def __init__(self, driver: MemoryDriver | None, peer: str, peer_base: int, reserved_bytes: int) -> None:
+        if peer_base + reserved_bytes >= 1 << 63:
+            raise WireError(f"{reserved_bytes} bytes at {peer_base:#x} end past 2**63")
         self._driver = driver
         self._peer = peer
         self.peer_base = peer_base

@@ -181,24 +181,30 @@ class IncomingTable:
             return incoming.take(sender, sub_pool, pages)
 
     def failed(self, sender: str, key: LeaseKey, why: str) -> None:
-        """A peer will not write them."""
-        self._fail(key, TransferFailed("same-host", sender, "sender", why, request=key[0]))
+        """A peer will not write them; raises `WireError` if another does."""
+        with self._lock:
+            self.bound(sender, key)
+            self._fail(key, TransferFailed("same-host", sender, "sender", why, request=key[0]))
 
     def revoke(self, key: LeaseKey, why: str) -> None:
         """We do not want them any more."""
         self._fail(key, LeaseError(key[0], why))
 
-    def lost(self, sender: str | None, why: str) -> None:
-        """A peer is gone: what it had begun will not end. None: everything."""
+    def lost(self, gone: Source | None, why: str) -> None:
+        """A peer is gone: what it had begun will not end. None: everything.
+
+        Its successor of the same name may be read already: only its own ring is closed.
+        """
+        sender = None if gone is None else gone.name
         with self._lock:
             begun: set[bytes] = set()
             for source in self._sources:
-                if sender in (None, source.name):
+                if gone in (None, source):
                     if source.is_sane:
                         self._read(source)  # what it had finished counts
                     begun.update(record.digest for record in source.ring.begun())
                     source.ring.close()
-            self._sources = tuple(s for s in self._sources if sender not in (None, s.name))
+            self._sources = tuple(source for source in self._sources if gone not in (None, source))
             for key, incoming in list(self._waiting.items()):
                 if sender is None or incoming.sender == sender or incoming.digest in begun:
                     self._fail(

@@ -48,12 +48,12 @@ class Intervals:
 
     def first_outside(self, starts: Int64, lengths: Int64) -> int | None:
         """The index of the first range that is not inside, or None; an empty range may be anywhere."""
-        ends = starts + lengths
         if not self._starts:
             outside = lengths > 0
         else:
             index = np.searchsorted(self._starts_array, starts, side="right") - 1
-            outside = (index < 0) | (ends > self._ends_array[index])
+            # Not by the ranges' ends, which may lie past what 64 bits hold.
+            outside = (index < 0) | (lengths > self._ends_array[index] - starts)
             outside &= lengths > 0
         where = np.flatnonzero(outside)
         return int(where[0]) if where.size else None

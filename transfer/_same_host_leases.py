@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -12,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._copy import Int64
 from kvarena.transfer._same_host_intervals import highest
-from kvarena.transfer.errors import LeaseError
+from kvarena.transfer.errors import LeaseError, PageError
+from kvarena.transfer.pages import page_ids
 
-__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest", "page_ids"]
+__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
 
 LeaseKey = tuple[str, int]
 """Request and serial."""
@@ -23,7 +23,6 @@ LeaseKey = tuple[str, int]
 _REMEMBERED = 1 << 16
 # Pages up to here are looked up in a map of that many bytes.
 _BITMAP_PAGES = 1 << 18
-_INT64 = np.dtype(np.int64)
 
 
 class PageLease(Protocol):
@@ -50,18 +49,6 @@ def lease_digest(lease: PageLease) -> bytes:
     return blake2b(b"%d:" % lease.serial + lease.request.encode(), digest_size=16).digest()
 
 
-def page_ids(ids: npt.ArrayLike) -> Int64:
-    """Page ids as a contiguous array of int64; those that are one already are not copied."""
-    if type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous:
-        return ids
-    if isinstance(ids, tuple | list):
-        try:  # several times as fast as NumPy's own way from Python's numbers
-            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), _INT64)
-        except struct.error:
-            pass  # not all of them are numbers that fit: let NumPy say so, or convert them
-    return np.array(ids, _INT64, order="C")
-
-
 @final
 class LeasedPart:
     """One sub-pool's pages of one lease, and how far they are written."""
@@ -82,7 +69,12 @@ class LeasedPart:
     )
 
     def __init__(self, lease: PageLease, sub_pool: str, digest: bytes) -> None:
-        pages = page_ids(lease.pages[sub_pool])
+        try:
+            pages = page_ids(lease.pages[sub_pool])
+        except PageError as error:
+            raise LeaseError(
+                lease.request, f"its pages of {sub_pool!r} are none: {str(error).rstrip('.')}"
+            ) from error
         if pages.ndim != 1:
             raise LeaseError(lease.request, f"its pages of {sub_pool!r} are no list")
         self._pages = pages
@@ -111,17 +103,22 @@ class LeasedPart:
         """Whether nothing is left to be written."""
         return self._left == 0
 
-    def index_pages(self) -> None:
-        """Make ready for pages in any order."""
+    def index_pages(self, request: str, sub_pool: str) -> None:
+        """Make ready for pages in any order; raises `LeaseError` if the lease names one twice."""
         pages = self._pages
         if self._bitmap is not None or self._order is not None or not pages.size:
             return
         if self.high < _BITMAP_PAGES:
             bitmap = np.zeros(self.high + 1, np.uint8)
             bitmap[pages] = 1
+            if int(np.count_nonzero(bitmap)) != pages.size:
+                raise _leased_twice(request, sub_pool)
             self._bitmap = bitmap
         else:
-            self._order = np.argsort(pages)
+            order = np.argsort(pages)
+            if not (np.diff(pages[order]) > 0).all():
+                raise _leased_twice(request, sub_pool)
+            self._order = order
             self._written = np.zeros(pages.size, np.bool_)
 
     def take(self, request: str, sub_pool: str, pages: Int64) -> None:
@@ -138,7 +135,7 @@ class LeasedPart:
         self._left -= count
 
     def _take_any(self, request: str, sub_pool: str, pages: Int64) -> None:
-        self.index_pages()
+        self.index_pages(request, sub_pool)
         if self._upto > 0:  # what was written in order was not marked
             if self._bitmap is not None:
                 self._bitmap[self._pages[: self._upto]] = 0
@@ -186,6 +183,10 @@ def _not_leased(request: str, sub_pool: str, outside: Int64) -> LeaseError:
     )
 
 
+def _leased_twice(request: str, sub_pool: str) -> LeaseError:
+    return LeaseError(request, f"it names a page of {sub_pool!r} twice")
+
+
 def _written_twice(request: str, sub_pool: str) -> LeaseError:
     return LeaseError(request, f"a page of {sub_pool!r} is written twice under it")
 
@@ -203,8 +204,8 @@ class SentLeases:
         key = (lease.request, lease.serial)
         if key not in self._ended and key not in self._open:
             parts = self._parts(lease)
-            for part in parts.values():
-                part.index_pages()
+            for name, part in parts.items():
+                part.index_pages(lease.request, name)
                 part.is_announced = True
             self._open[key] = parts
 

@@ -9,17 +9,23 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvarena.transfer._same_host_errors import PeerRefused, SocketPathError
 from kvarena.transfer._same_host_wire import peer_uid
 
-__all__ = ["check_directory", "default_directory", "dial", "listen"]
+__all__ = ["check_directory", "default_directory", "dial", "is_name", "listen"]
 
 # sun_path has 108 bytes and ends with a zero (unix(7)).
 _PATH_BYTES = 107
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def is_name(name: str) -> bool:
+    """Whether an engine may be called that."""
+    return _NAME.fullmatch(name) is not None
 
 
 def default_directory() -> Path:
@@ -67,7 +73,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
         A bad name or directory, a path that is too long, something else of that name, or a live
         engine behind it.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise SocketPathError(name, "is no name for a socket", fix="Use letters, digits, dots and dashes.")
     path = directory / f"{name}.sock"
     if len(os.fsencode(path)) > _PATH_BYTES:
@@ -110,7 +116,7 @@ def dial(path: Path, timeout: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
-        sock.connect(str(path))
+        _connect(sock, path, timeout)
         uid = peer_uid(sock)
     except OSError as error:
         sock.close()
@@ -119,6 +125,19 @@ def dial(path: Path, timeout: float) -> socket.socket:
         sock.close()
         raise PeerRefused(str(path), "uid", f"it runs as user {uid}, we are {os.geteuid()}")
     return sock
+
+
+def _connect(sock: socket.socket, path: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:  # its queue is full, and a socket with a timeout does not wait for that
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1e-2)
+        else:
+            return
 
 
 def _clear_the_way(path: Path) -> None:

@@ -166,6 +166,12 @@ class Peers:
         for peer in peers:
             peer.close("this engine was closed")
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: forget all, without a word."""
+        self._closed = True
+        self._known = {}
+        self._connecting = threading.Lock()
+
     def _make(
         self, wanted: Description, direction: Direction, arena: MappedArena, ring: Ring, sock: socket.socket
     ) -> Peer:

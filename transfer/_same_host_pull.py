@@ -167,6 +167,8 @@ class Puller:
         self._incoming = incoming
         self._ring = ring
         self._last = 0
+        # The last copies that were not started, and that broke in the copier's thread.
+        self._refused = self._broken = 0
         self.remote = Remote(name, arena, copier, drain_timeout)
         try:
             self._word = copier.adopt(ring.address, ring.nbytes)
@@ -192,16 +194,16 @@ class Puller:
             key = (field(body, "request", str), field(body, "serial", int))
         try:
             with self.remote.lock:
-                if any(self._ring.has_failed(before) for before in range(first, number)):
+                if max(self._refused, self._broken) >= first:
                     raise self._failure("an earlier part of it failed")
-                word, fail = self._word, self._ring.fail
-                signal = lambda: (word, number, fail)  # noqa: E731
+                signal = lambda: (self._word, number, self._break)  # noqa: E731
                 started = self._spans(body, signal) if key is None else self._pages(body, key, signal)
                 self.remote.started(started)
         except WireError:
             self._ring.fail(number)
             raise
         except (TransferError, RuntimeError) as error:
+            self._refused = number
             self._ring.fail(number)
             if key is not None and not isinstance(error, LeaseError):
                 self._incoming.failed(self._name, key, str(error))
@@ -210,6 +212,10 @@ class Puller:
         """The sender is gone: let its memory go when nothing is copied from it."""
         if self.remote.end(reason):
             self._copier.disown(self._ring.address)
+
+    def _break(self, number: int) -> None:
+        self._broken = number
+        self._ring.fail(number)
 
     def _pages(self, body: dict[str, Any], key: tuple[str, int], signal: Signal) -> int:
         src, dst = unpacked(body, "src"), unpacked(body, "dst")

@@ -70,6 +70,8 @@ class Ring:
         """The last copy that was started; the sender's own count."""
         self.read = 0
         """The last one whose record was read; the receiver's own count."""
+        # Copies that failed and whose records were overwritten since: someone may ask for them yet.
+        self._failed: set[int] = set()
         self._open = True
 
     @classmethod
@@ -114,7 +116,10 @@ class Ring:
         at = _HEADER_BYTES + number % RECORDS * _RECORD_BYTES
         _pack(self._map, at, digest, part, pages, epoch)
         at >>= 3
-        words[at + _FAILED] = 0
+        if words[at + _FAILED]:
+            self._failed.add(number - RECORDS)
+            words[at + _NUMBER] = 0  # before the mark goes: see `has_failed`
+            words[at + _FAILED] = 0
         words[at + _NUMBER] = number
         self.started = number
         return number
@@ -130,8 +135,13 @@ class Ring:
             self._words[self._word(number) + _FAILED] = 1
 
     def has_failed(self, number: int) -> bool:
-        """Whether `fail` was called for it, on either side."""
-        return self._open and self._words[self._word(number) + _FAILED] != 0
+        """Whether `fail` was called for it, on either side; the sender may ask at any time later."""
+        if not self._open:
+            return False
+        at = self._word(number)
+        failed = self._words[at + _FAILED] != 0
+        # Looked at after the mark, which is of this copy then.
+        return failed if self._words[at + _NUMBER] == number else number in self._failed
 
     def next_ended(self) -> tuple[Record, bool] | None:
         """The receiver reads: the record of the next copy that ended, and whether it went well; or None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_followers import Follower, Followers
 from kvarena.transfer._same_host_incoming import IncomingTable, Source
 from kvarena.transfer._same_host_leases import LeaseKey
+from kvarena.transfer._same_host_path import is_name
 from kvarena.transfer._same_host_pull import Puller
 from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import VERSION, Kind, Packet, field, peer_uid
@@ -24,6 +26,9 @@ from kvarena.transfer.errors import ManifestMismatch, QuiesceTimeout
 __all__ = ["Host", "Server"]
 
 _log = logging.getLogger(__name__)
+
+# Connections that may say nothing at one time: each holds a descriptor of ours.
+_MOST_SILENT = 64
 
 
 class Host(Protocol):
@@ -77,6 +82,9 @@ class Server:
         self._incoming = incoming
         self._host = host
         self._sessions: set[_Session] = set()
+        self._silent: dict[_Session, None] = {}
+        # Given up to take a connection off the queue, and drop it, when there is no other one left.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         sock.setblocking(False)
         loop.watch(sock, self._accept)
 
@@ -96,13 +104,16 @@ class Server:
             if os.lstat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
         self._loop.forget(self._sock)
+        self._loop.call(self._close_spare)
         for session in tuple(self._sessions):
             session.channel.close("the engine was closed")
 
     def _accept(self, _events: int) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
             return
         try:
             uid = peer_uid(sock)
@@ -121,7 +132,30 @@ class Server:
             lambda why: self._ended(session, why),
         )
         self._sessions.add(session)
+        self._silent[session] = None
         session.channel.start()
+        if len(self._silent) > _MOST_SILENT:
+            self._drop_silent()
+
+    def _make_room(self) -> None:
+        """No descriptor is left for whoever waits, and would be reported as waiting for ever."""
+        _log.warning("same-host: no descriptor is left for a connection to %s", self.path)
+        if self._silent:
+            self._drop_silent()
+            return
+        self._close_spare()
+        with contextlib.suppress(OSError):
+            self._sock.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+        self._spare = -1
+
+    def _drop_silent(self) -> None:
+        next(iter(self._silent)).channel.close("it said nothing, and others wait")
 
     def _handle(self, session: _Session, packet: Packet) -> None:
         if packet.kind is Kind.EXPORT and session.puller is not None:
@@ -159,6 +193,8 @@ class Server:
             return
         name, identity = field(body, "name", str), field(body, "identity", str)
         manifest, device = body.get("manifest"), field(body, "device", str)
+        if not is_name(name) or not identity:
+            raise WireError(f"it is called {name!r}, and its identity is {identity!r}")
         try:
             self._host.check_manifest(None if manifest is None else b64decode(field(body, "manifest", str)))
         except ManifestMismatch as error:
@@ -173,15 +209,14 @@ class Server:
             return
         if before is not None:
             before.channel.close("it attached again")
-        session.name, session.identity = name, identity
+        self._silent.pop(session, None)
+        session.name, session.identity, channel = name, identity, session.channel
         ring, fd = Ring.make()
         session.ring = ring
-        session.follower = Follower(name, session.channel, sends=True)
-        channel = session.channel
-        self._incoming.listen(
-            # Not at once: whoever reads the ring holds what the end of the session waits for.
-            Source(name, ring, lambda why: self._loop.later(lambda: channel.close(why)))
-        )
+        # Not at once: whoever reads the ring holds what the end of the session waits for.
+        session.source = Source(name, ring, lambda why: self._loop.later(lambda: channel.close(why)))
+        session.follower = Follower(name, channel, sends=True)
+        self._incoming.listen(session.source)
         try:
             channel.send(Kind.WELCOME, self._host.welcome(device), (fd,))
         except ChannelClosed:
@@ -210,12 +245,13 @@ class Server:
 
     def _ended(self, session: _Session, why: str) -> None:
         self._sessions.discard(session)
+        self._silent.pop(session, None)
         if session.follower is not None:
             self._followers.remove(session.follower)
         if session.puller is not None:
             session.puller.end(why)
-        if session.name:
-            self._incoming.lost(session.name, why)
+        if session.source is not None:
+            self._incoming.lost(session.source, why)
 
 
 def _lease_key(packet: Packet) -> LeaseKey:
@@ -232,4 +268,5 @@ class _Session:
         self.identity = ""
         self.follower: Follower | None = None
         self.ring: Ring | None = None
+        self.source: Source | None = None
         self.puller: Puller | None = None

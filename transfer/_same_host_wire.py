@@ -112,6 +112,8 @@ def decode(data: bytes, fds: tuple[int, ...] = ()) -> Packet:
     try:
         named = Kind(kind)
         body = json.loads(data[_HEADER.size :])
+        if b"\\u" in data:
+            json.dumps(body, ensure_ascii=False).encode()  # half of a pair is no text for anyone further on
     except (ValueError, RecursionError) as error:
         raise WireError(str(error)) from None
     if not isinstance(body, dict):
@@ -164,11 +166,11 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def field(body: dict[str, Any], name: str, kind: type[_T]) -> _T:
-    """A field of a body; raises `WireError` if it is missing, negative or of another type."""
+    """A field of a body; raises `WireError` if it is missing, of another type, negative or past 2**63."""
     value = body.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise WireError(f"{name} is {value!r}")
-    if isinstance(value, int) and value < 0:
+    if isinstance(value, int) and not 0 <= value < 1 << 63:
         raise WireError(f"{name} is {value}")
     return value
 

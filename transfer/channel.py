@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +36,10 @@ class PageMoves(NamedTuple):
     dst: npt.ArrayLike
 
 
+# What a peer says is used as a 64-bit address.
+_Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """What one side tells the other before the first transfer, and again after each registration."""
 
@@ -43,8 +47,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     description: bytes
     manifest: Manifest
     epoch: int
-    seams: tuple[int, ...]
-    pages: dict[str, tuple[int, int]]
+    seams: tuple[_Address, ...]
+    pages: dict[str, tuple[_Address, _Address]]
 
 
 class PageChannel:
@@ -99,11 +103,14 @@ class PageChannel:
         """
         try:
             theirs = msgspec.msgpack.decode(hello, type=Hello)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ManifestMismatch([Difference("hello", "a kvarena hello", str(error))]) from error
         self.manifest.check(theirs.manifest)
         if theirs.engine != self.engine.name:
             raise ManifestMismatch([Difference("engine", self.engine.name, theirs.engine)])
+        names = [sub_pool.name for sub_pool in self.manifest.sub_pools]
+        if not theirs.pages.keys() >= set(names):
+            raise ManifestMismatch([Difference("pages", names, list(theirs.pages))])
         key = self.engine.connect(theirs.description)
         with self._lock:
             self._peers[key] = theirs

@@ -6,17 +6,21 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer.errors import LeaseError, QuiesceTimeout
+from kvarena.transfer.errors import LeaseError, PageError, QuiesceTimeout
+from kvarena.transfer.pages import page_ids
 from kvarena.transfer.quiesce import Quiesce
 
 __all__ = ["Lease", "LeaseTable"]
 
 # How many revoked leases are remembered, so that a late message about one is answered by its reason.
 _REMEMBERED = 1024
+# As far as a peer may name any; msgspec checks it when it decodes.
+_PageId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +31,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Differs between two leases of one table, even for the same request."""
     epoch: int
     """Of the receiver's ledger when it was granted."""
-    pages: dict[str, tuple[int, ...]]
+    pages: dict[str, tuple[_PageId, ...]]
     """Sub-pool name to the physical page ids."""
 
     def check(self, sub_pool: str, pages: npt.ArrayLike, *, epoch: int | None = None) -> None:
@@ -46,6 +50,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         ------
         LeaseError
             Naming the first page that is not leased, or both epochs.
+        PageError
+            `pages` are no integers.
         """
         if epoch is not None and epoch < self.epoch:
             raise LeaseError(
@@ -57,8 +63,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
             raise LeaseError(
                 self.request, f"nothing of sub-pool {sub_pool!r} is leased, only {sorted(self.pages)}"
             )
-        wanted = np.asarray(pages, np.int64).ravel()
-        outside = wanted[~np.isin(wanted, np.asarray(self.pages[sub_pool], np.int64))]
+        wanted = page_ids(pages).ravel()
+        try:
+            leased = page_ids(self.pages[sub_pool])
+        except PageError as error:
+            raise LeaseError(
+                self.request, f"its pages of {sub_pool!r} are none: {str(error).rstrip('.')}"
+            ) from error
+        outside = wanted[~np.isin(wanted, leased)]
         if outside.size:
             raise LeaseError(
                 self.request,
@@ -74,7 +86,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         """From a peer. Raises `LeaseError` if the bytes are no lease."""
         try:
             return msgspec.msgpack.decode(encoded, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise LeaseError("?", f"unreadable: {error}") from error
 
 

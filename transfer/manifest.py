@@ -81,5 +81,5 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             return msgspec.msgpack.decode(encoded, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ManifestMismatch([Difference("manifest", "a kvarena manifest", str(error))]) from error

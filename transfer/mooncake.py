@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
+from kvarena.transfer._columns import check_columns
 from kvarena.transfer._mooncake_start import MEANINGS, NOT_REGISTERED, capabilities_of, start
 from kvarena.transfer._worker import Job, PeerWorker
 from kvarena.transfer.errors import RegistrationError, TransferFailed
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # A failure this late was a timeout in the engine: to repeat it would only double the wait.
 _RETRY_WITHIN_SECONDS = 2.0
+_ADDRESSES = 1 << 64
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ class MooncakeEngine:
         """The peer's session. Raises `TransferFailed` if it is no Mooncake session or does not answer."""
         try:
             peer = msgspec.json.decode(description, type=_Description)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TransferFailed(self.name, "?", None, f"not a Mooncake description: {error}") from error
         if peer.engine != "mooncake" or peer.protocol != self.protocol:
             raise TransferFailed(
@@ -155,11 +156,8 @@ class MooncakeEngine:
 
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Start writing; operations beyond a batch's limit follow in further batches."""
-        sources, targets, sizes = _integers(src), _integers(dst), _integers(lengths)
-        if not len(sources) == len(targets) == len(sizes):
-            raise TransferFailed(
-                self.name, peer, None, f"{len(sources)} sources, {len(targets)} targets, {len(sizes)} lengths"
-            )
+        columns = check_columns(self.name, peer, src, dst, lengths)
+        sources, targets, sizes = (column.tolist() for column in columns)
         self._refuse_if_closed(peer)
         with self._lock:
             known = self._peers.get(peer)
@@ -200,6 +198,9 @@ class MooncakeEngine:
     def _register(self, region: Region) -> None:
         if self._closed:
             raise self._refused("register", region, None, "the engine is closed")
+        if region.address < 0 or region.nbytes < 0 or region.end > _ADDRESSES:
+            # Mooncake does not look at the end, and its bindings raise something else for the rest.
+            raise self._refused("register", region, None, "no memory is there")
         code = self._engine.register_memory(region.address, region.nbytes, self._location)
         if code != 0:
             raise self._refused("register", region, code, MEANINGS.get(code, ""))
@@ -252,7 +253,3 @@ class MooncakeEngine:
 
 # Engines that a thread was inside of when they were closed.
 _abandoned: list[Any] = []
-
-
-def _integers(values: Addresses) -> list[int]:
-    return values.tolist() if isinstance(values, np.ndarray) else [int(value) for value in values]

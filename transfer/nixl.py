@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from kvarena.transfer._columns import Int64, check_columns
 from kvarena.transfer._nixl_peer import Description, NixlPeer, RemoteRegion, status_of
 from kvarena.transfer._worker import Job
 from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed, TransferTimeout
@@ -157,7 +158,7 @@ class NixlEngine:
         """
         try:
             theirs = msgspec.msgpack.decode(description, type=Description)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TransferFailed(self.name, "?", None, f"not a NIXL description: {error}") from error
         if theirs.engine != "nixl" or theirs.agent == self.agent_name:
             raise TransferFailed(self.name, theirs.agent, None, "not another NIXL agent")
@@ -190,7 +191,8 @@ class NixlEngine:
 
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Start writing; one descriptor an operation, and none may cross a seam."""
-        local, remote = self._descriptors(src, lengths, peer), self._descriptors(dst, lengths, peer)
+        sources, targets, counts = check_columns(self.name, peer, src, dst, lengths)
+        local, remote = self._descriptors(sources, counts), self._descriptors(targets, counts)
         self._refuse_if_closed(peer)
         with self._lock:
             known = self._peers.get(peer)
@@ -304,9 +306,7 @@ class NixlEngine:
         except Exception as error:  # noqa: BLE001 - NIXL keeps it, and tries again at the end
             log.warning("%s: a transfer handle could not be released: %s", self.name, error)
 
-    def _descriptors(self, addresses: Addresses, lengths: Addresses, peer: str) -> npt.NDArray[np.uint64]:
-        if len(addresses) != len(lengths):
-            raise TransferFailed(self.name, peer, None, f"{len(addresses)} addresses, {len(lengths)} lengths")
+    def _descriptors(self, addresses: Int64, lengths: Int64) -> npt.NDArray[np.uint64]:
         rows = np.empty((len(addresses), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, self._device_id
         return rows

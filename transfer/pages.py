@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from kvarena.transfer.errors import PageError
 
-__all__ = ["PageCopies", "join_copies", "plan_page_copies"]
+__all__ = ["PageCopies", "join_copies", "page_ids", "plan_page_copies"]
 
 Int64 = npt.NDArray[np.int64]
 _LAST_ADDRESS = np.iinfo(np.int64).max
+_INT64 = np.dtype(np.int64)
 
 
 class PageCopies(NamedTuple):
@@ -97,14 +99,43 @@ def join_copies(*plans: PageCopies) -> PageCopies:
     return PageCopies(*(np.concatenate(column) for column in zip(*plans, strict=True)))
 
 
+def page_ids(ids: npt.ArrayLike, what: str = "page ids") -> Int64:
+    """Integers as a contiguous array of int64; those that are one already are not copied.
+
+    Raises
+    ------
+    PageError
+        They are no integers, or past 2**63.
+    """
+    if type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous:
+        return ids
+    if isinstance(ids, tuple | list):
+        try:  # several times as fast as NumPy's own way from Python's numbers
+            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), _INT64)
+        except struct.error:
+            pass  # not all of them are numbers that fit: see what NumPy makes of them
+    found = _array(ids, what)
+    if found.size and int(found.max()) > _LAST_ADDRESS:
+        raise PageError(f"{what} go up to {int(found.max())}, past 2**63.")
+    return np.array(found, _INT64, order="C")
+
+
+def _array(ids: npt.ArrayLike, what: str) -> npt.NDArray[Any]:
+    try:
+        found: npt.NDArray[Any] = np.asarray(ids)
+    except (TypeError, ValueError) as error:
+        raise PageError(f"{what} are no array: {error}.") from error
+    if found.size and found.dtype.kind not in "iu":
+        raise PageError(f"{what} are {found.dtype}, not integers of 64 bits.")
+    return found
+
+
 def _page_ids(side: str, pages: npt.ArrayLike, num_pages: int | None) -> Int64:
-    ids: npt.NDArray[Any] = np.asarray(pages)
+    ids = _array(pages, f"{side} page ids")
     if ids.ndim != 1:
         raise PageError(f"{side} page ids have shape {ids.shape}, not (n,).")
     if ids.size == 0:
         return np.empty(0, np.int64)
-    if ids.dtype.kind not in "iu":
-        raise PageError(f"{side} page ids are {ids.dtype}, not integers.")
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
         raise PageError(f"{side} page {low} does not exist.")

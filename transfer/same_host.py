@@ -16,8 +16,9 @@ from kvarena.transfer._same_host_channel import SocketLoop
 from kvarena.transfer._same_host_direction import Asked
 from kvarena.transfer._same_host_export import Exports
 from kvarena.transfer._same_host_followers import Followers
+from kvarena.transfer._same_host_fork import close_in_children
 from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
-from kvarena.transfer._same_host_leases import PageLease, page_ids
+from kvarena.transfer._same_host_leases import PageLease
 from kvarena.transfer._same_host_memory import ArenaMemory
 from kvarena.transfer._same_host_path import default_directory, listen
 from kvarena.transfer._same_host_peer import Peer
@@ -25,6 +26,7 @@ from kvarena.transfer._same_host_peers import Peers, PeerSettings, Welcomes
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_server import Server
 from kvarena.transfer.errors import PageError, TransferFailed
+from kvarena.transfer.pages import page_ids
 from kvarena.transfer.protocol import Capabilities, Region
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class SameHostEngine:
         self._peers = Peers(about, self._copier, self._exports, self._followers, self._loop)
         host = Welcomes(about, self._copier, self._exports, self._incoming)
         self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
+        close_in_children(self)
 
     @property
     def socket_path(self) -> Path:
@@ -206,7 +209,12 @@ class SameHostEngine:
             A CUDA stream whose work so far must be done before the sources are read.
         """
         known = self._peers[peer]
-        sources, targets, counts = (page_ids(column).ravel() for column in (src, dst, lengths))
+        try:
+            sources, targets, counts = (
+                page_ids(column, "addresses and lengths").ravel() for column in (src, dst, lengths)
+            )
+        except PageError as error:
+            raise TransferFailed(self.name, peer, "EINVAL", str(error).rstrip(".")) from error
         if not sources.size == targets.size == counts.size or int(counts.min(initial=0)) < 0:
             why = f"{sources.size} sources, {targets.size} destinations, lengths {counts.tolist()[:4]}"
             raise TransferFailed(self.name, peer, "EINVAL", why)
@@ -250,7 +258,7 @@ class SameHostEngine:
         TransferFailed
             The peer is gone, or pages are not registered on either side. The receiver is told.
         PageError
-            Lists of different lengths, or a page size that is not positive.
+            Lists of different lengths or of no integers, or a page size that is not positive.
         """
         known = self._peers[peer]
         source_ids, target_ids = page_ids(src_pages), page_ids(dst_pages)
@@ -305,6 +313,16 @@ class SameHostEngine:
         self._copier.close()
         with self._changed:
             self._exports.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child this engine is closed; the parent's goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._changed = threading.Condition(threading.RLock())  # a thread that is not here may hold the other
+        self._peers.leave_to_parent()
+        self._loop.leave_to_parent()
+        self._exports.close()
 
     def __enter__(self) -> SameHostEngine:
         return self

@@ -97,6 +97,8 @@ def test_plans_of_sub_pools_become_one_batch() -> None:
         ([[0]], [0], "shape"),
         (["1"], [0], "not integers"),
         ([2**63], [0], "does not exist"),
+        ([2**64], [0], "not integers"),
+        ([[0], [1, 2]], [0], "no array"),
     ],
 )
 def test_page_ids_that_make_no_sense_are_refused(src: list[object], dst: list[object], message: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin.engines.embedded.config import VOCABULARY
 from kvarena.plugin.engines.embedded.control import PrefillDone
 from kvarena.plugin.engines.embedded.requests import Sequence
 from kvarena.transfer import Lease, LeaseTable
@@ -82,6 +83,8 @@ class Arrivals:
         leased = {name: len(pages) for name, pages in arrival.lease.pages.items()}
         if done.written != leased:
             arrival.failure = f"pages written are {done.written}, leased were {leased}."
+        elif not 0 <= done.token < VOCABULARY:
+            arrival.failure = f"its first token is {done.token}, there are {VOCABULARY}."
 
     def settle(self) -> list[Arrival]:
         """Take out what has arrived: usable, or with a `failure` and its pages taken back."""

@@ -99,6 +99,9 @@ class DecodeServer:
         """
         for peer, message in self.hub.receive():
             self._handle(peer, message)
+        # Whoever else has said something would be pinged for ever.
+        for stranger in self.hub.last_heard.keys() - set(self._peers):
+            self.hub.forget(stranger)
         self.hub.ping(ping_interval(self._timeout))
         for peer in self._peers:
             if not self._lost and self.hub.silence(peer) > silence_limit(self._timeout):
@@ -129,13 +132,10 @@ class DecodeServer:
     def _handle(self, peer: bytes, message: control.Message) -> None:
         if isinstance(message, control.Hello):
             self._take_hello(peer, message)
-        elif isinstance(message, control.Refused):
-            self._emit(message)
-            self._forget(peer)
-            for arrival in self._arrivals.rest(peer):
-                self._error(arrival.sequence, f"the prefill worker serves no longer: {message.what}")
         elif peer not in self._peers:
             return
+        elif isinstance(message, control.Refused):
+            self._part(peer, message)
         elif isinstance(message, control.PrefillDone):
             self._take_done(peer, message)
         elif isinstance(message, control.PrefillFailed):
@@ -146,9 +146,9 @@ class DecodeServer:
             check_peer(self._engine, hello.pages, hello.model)
         except KvArenaError as error:
             # Both go on: the other may be a worker of another server, and others may come to us.
-            self.hub.send(peer, control.Refused(str(error)))
-            self.hub.forget(peer)
-            self._emit(control.Refused(str(error)))
+            refused = control.Refused(str(error))
+            self.hub.send(peer, refused)
+            self._part(peer, refused)
             return
         self._welcome(peer)
         if peer not in self._peers:
@@ -165,10 +165,13 @@ class DecodeServer:
             for peer in self._peers:
                 self._welcome(peer)
 
-    def _forget(self, peer: bytes) -> None:
+    def _part(self, peer: bytes, refused: control.Refused) -> None:
+        """One of us has refused the other, be it after some time."""
+        self._emit(refused)
         if peer in self._peers:
             self._peers.remove(peer)
-        self.hub.forget(peer)
+        for arrival in self._arrivals.rest(peer):
+            self._error(arrival.sequence, f"the prefill worker serves no longer: {refused.what}")
 
     def _admit(self) -> None:
         """Lease pages to waiting requests, first come first served."""

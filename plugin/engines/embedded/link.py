@@ -113,9 +113,9 @@ class Hub(_Socket):
         """Everything that has arrived, waiting up to `timeout` seconds for the first."""
         received: list[tuple[bytes, Message]] = []
         for peer, *body in self._frames(timeout):
-            self.last_heard[peer] = time.monotonic()
             message = _decode(body)
             if message is not None:
+                self.last_heard[peer] = time.monotonic()
                 received.append((peer, message))
         return received
 
@@ -191,7 +191,7 @@ class Spoke(_Socket):
 def _decode(body: list[bytes]) -> Message | None:
     try:
         message: Message = _decoder.decode(b"".join(body))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         # Whoever else connects to the port must not be able to end the engine.
         logger.warning("a message that is none of ours was dropped: %s", error)
         return None

@@ -86,7 +86,7 @@ def check_peer(engine: Engine, pages: bytes, model: str) -> None:
             differences.append(Difference("transfer engine", channel.engine.name, theirs.engine))
     except ManifestMismatch as error:
         differences += error.differences
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         differences.append(Difference("pages", "a description of pages", str(error)))
     ours = describe_model(engine.config.model)
     if ours != model:
@@ -98,7 +98,7 @@ def check_peer(engine: Engine, pages: bytes, model: str) -> None:
 def _model_differences(ours: str, theirs: str) -> list[Difference]:
     try:
         mine, other = msgspec.json.decode(ours), msgspec.json.decode(theirs, type=dict)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return [Difference("model", ours, str(error))]
     names = sorted(mine.keys() | other.keys())
     return [

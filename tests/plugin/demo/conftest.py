@@ -29,7 +29,8 @@ CONFIG = EngineConfig(
     context_length=256,
     batch_sizes=(1, 2, 4),
 )
-SETTINGS = Settings(memory_limit=1 << 20, transfer=("mooncake",), transfer_timeout=4.0, load_plugins=False)
+# Far longer than a loaded machine lets a process wait for its turn.
+SETTINGS = Settings(memory_limit=1 << 20, transfer=("mooncake",), transfer_timeout=60.0, load_plugins=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded import control, prefill
 from kvarena.plugin.engines.embedded.config import EngineConfig
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request, Result
@@ -31,8 +32,8 @@ def _slow() -> RecordingEngine:
 def make_elastic(make_engine: MakeEngine, small: EngineConfig) -> Callable[..., Engine]:
     """Engines whose pools have room to grow."""
 
-    def make(transfer: TransferEngine | None = None, **more: float) -> Engine:
-        return make_engine(small.evolve(reserved_bytes=2 << 20), transfer=transfer, pool_bytes=BASE, **more)
+    def make(transfer: TransferEngine | None = None) -> Engine:
+        return make_engine(small.evolve(reserved_bytes=2 << 20), transfer=transfer, pool_bytes=BASE)
 
     return make
 
@@ -212,13 +213,19 @@ def test_an_announcement_that_cannot_be_followed_at_once(
 
 
 def test_an_announcement_that_can_never_be_followed(
-    make_engine: MakeEngine, make_elastic: Callable[..., Engine], make_pair: MakePair, texts: list[Request]
+    make_elastic: Callable[..., Engine],
+    make_pair: MakePair,
+    texts: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing = FailingEngine(RecordingEngine(), fail_at=range(2, 200_000), ops=("connect",))
-    pair = make_pair(make_elastic(failing, timeout=0.5), make_elastic())
+    pair = make_pair(make_elastic(failing), make_elastic())
     pair.connect()
     assert _ask(pair, "decode", control.Grow(STEP)).error == ""
     pair.decode.submit(texts[3])
+    # The same timeout says when a silent peer is lost: that is not what is tried here.
+    monkeypatch.setattr(prefill, "silence_limit", lambda _timeout: math.inf)
+    pair.hurry("prefill", 0.5)
     pair.turn_until(lambda: bool(pair.prefill.refused))
     assert "INJECTED" in pair.prefill.refused
     pair.turn_until(lambda: pair.heard("decode", control.Refused))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import zmq
+from kvarena.plugin.engines.embedded import link
 from kvarena.plugin.engines.embedded.control import Abort, Cancel, Ping
 from kvarena.plugin.engines.embedded.link import AddressInUse, Hub, Spoke
 
@@ -22,9 +24,9 @@ def hub() -> Iterator[Hub]:
 def test_messages_travel_both_ways(hub: Hub) -> None:
     with Spoke(hub.address, identity=b"one") as spoke:
         spoke.send(Cancel(7))
-        assert hub.receive(5.0) == [(b"one", Cancel(7))]
+        assert hub.receive(30.0) == [(b"one", Cancel(7))]
         assert hub.send(b"one", Abort(7))
-        assert spoke.receive(5.0) == [Abort(7)]
+        assert spoke.receive(30.0) == [Abort(7)]
 
 
 def test_a_port_in_use_names_it() -> None:
@@ -50,25 +52,27 @@ def test_strangers_cannot_end_it(hub: Hub) -> None:
     context.term()
     with Spoke(hub.address, identity=b"one") as spoke:
         spoke.send(Ping())
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         received = []
         while not received and time.monotonic() < end:
             received = hub.receive(0.1)
     assert received == [(b"one", Ping())]
 
 
-def test_silence_is_counted_from_the_last_message(hub: Hub) -> None:
+def test_silence_is_counted_from_the_last_message(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [time.monotonic()]
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with Spoke(hub.address, identity=b"one") as spoke:
         spoke.ping(0.0)
-        assert hub.receive(5.0) == [(b"one", Ping())]
-        time.sleep(0.05)
-        assert hub.silence(b"one") >= 0.05
-        assert spoke.silence() >= 0.05
+        assert hub.receive(30.0) == [(b"one", Ping())]
+        clock[0] += 40.0
+        assert hub.silence(b"one") == 40.0
+        assert spoke.silence() == 40.0
         spoke.ping(60.0)
         assert hub.receive(0.05) == []
         hub.ping(0.0)
-        assert spoke.receive(5.0) == [Ping()]
-        assert spoke.silence() < 5.0
+        assert spoke.receive(30.0) == [Ping()]
+        assert spoke.silence() == 0.0
     hub.forget(b"one")
     assert hub.last_heard == {}
 

@@ -21,9 +21,7 @@ MakePair = Callable[[Engine, Engine], "Pair"]
 
 @pytest.fixture
 def pair(make_engine: MakeEngine, make_pair: MakePair) -> Pair:
-    pair = make_pair(
-        make_engine(transfer="same-host", timeout=1.5), make_engine(transfer="same-host", timeout=1.5)
-    )
+    pair = make_pair(make_engine(transfer="same-host"), make_engine(transfer="same-host"))
     pair.connect()
     return pair
 
@@ -47,6 +45,7 @@ def test_pages_that_nobody_wrote_are_not_decoded(
     channel = pair.engines["prefill"].channel
     # A sender that says it has written, and has not.
     with monkeypatch.context() as patched:
+        patched.setattr(pair.decode._arrivals, "_timeout", 0.5)
         patched.setattr(channel, "send", lambda *args, **kwargs: FinishedTransfer())
         pair.serve(texts[3:4])
     result = pair.results[texts[3].rid]

@@ -95,7 +95,8 @@ def test_no_record_makes_a_lease_complete_that_is_not(part: int, pages: int, epo
     sender = Ring(fd)
     os.close(fd)
     table, told, lease = IncomingTable(), list[str](), a_lease([1, 2, 3])
-    table.listen(Source("s", receiver, told.append))
+    source = Source("s", receiver, told.append)
+    table.listen(source)
     incoming = table.expect(lease, 2, None)
     sender.begin(lease_digest(lease) if right else b"?" * 16, part, pages, epoch)
     finish(sender, 1)
@@ -104,7 +105,7 @@ def test_no_record_makes_a_lease_complete_that_is_not(part: int, pages: int, epo
     sane = not right or (part == 0 and 0 < pages <= 3 and epoch >= 2)
     assert bool(told) is not sane
     sender.close()
-    table.lost("s", "it went")
+    table.lost(source, "it went")
     if whole:
         assert incoming.done()
     elif right and sane:
@@ -180,3 +181,15 @@ def test_leases_of_pages_far_apart_are_checked_alike(
     ours = np.frombuffer(sender.read(0, 8 * MIB), np.uint8).reshape(-1, 16)
     assert np.array_equal(rows[pages], ours[pages])
     assert int((rows.any(axis=1)).sum()) == pages.size
+
+
+def test_what_failed_is_remembered_when_its_record_is_overwritten(ends: tuple[Ring, Ring]) -> None:
+    sender, receiver = ends
+    for number in range(1, 2 * RECORDS + 1):
+        assert sender.begin(bytes(16), 0, 1, 0) == number
+        if number in (1, RECORDS + 2):
+            receiver.fail(number)
+        finish(sender, number)
+        assert receiver.next_ended() is not None
+    failed = [number for number in range(1, 2 * RECORDS + 1) if sender.has_failed(number)]
+    assert failed == [1, RECORDS + 2]
