@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
     with _progress(quiet=args.json) as progress:
         report = Report.of(examine(args, progress))
     if args.json:
-        document = {"verdict": report.verdict, "findings": report.findings}
-        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        document = {"verdict": report.verdict, "findings": msgspec.to_builtins(report.findings)}
+        # In ASCII: a path need not be UTF-8, nor the terminal.
+        sys.stdout.write(json.dumps(document) + "\n")
     else:
         from kvarena.plugin.doctor.view import show
 
@@ -69,6 +71,7 @@ def examine(
         Takes a line before each part that takes long.
     """
     from kvarena.plugin.doctor import configuration, device, sglang, transfers
+    from kvarena.plugin.status.files import directory_of
 
     settings, found_settings = configuration.examine_settings()
     yield from found_settings
@@ -81,7 +84,11 @@ def examine(
         for name in transfers.names(settings.transfer):
             progress(f"moving memory with {name}")
             yield from transfers.examine_engine(
-                name, where, wanted=name in settings.transfer, quick=args.quick
+                name,
+                where,
+                wanted=name in settings.transfer or (name == "same-host" and settings.same_host),
+                quick=args.quick,
+                directory=directory_of(settings),
             )
     progress("looking at SGLang")
     yield from sglang.examine_sglang(settings, args.sglang_args)

@@ -88,11 +88,11 @@ def refusals(engine: str, reasons: Iterable[Refusal]) -> Iterator[Finding]:
 
 def _directory(settings: Settings) -> Iterator[Finding]:
     """Sockets and status files need a directory that only we can enter; one that is not there is made."""
-    from kvarena.plugin.status.files import directory_of
+    from kvarena.plugin.status.files import directory_of, exists
     from kvarena.transfer._same_host_path import check_directory
 
     directory: Path = directory_of(settings)
-    if not directory.exists() and not directory.is_symlink():
+    if not exists(directory):
         return
     try:
         check_directory(directory)
