@@ -101,7 +101,7 @@ def _directory(settings: Settings) -> Iterator[Finding]:
             topic="settings",
             verdict="broken" if "same-host" in settings.transfer or settings.same_host else "warning",
             what=f"no sockets or status files can be kept in {directory}: {error.what}",
-            fix=error.fix or "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700.",
+            fix=error.fix,
         )
 
 

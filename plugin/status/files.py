@@ -198,5 +198,5 @@ def _check(directory: Path, *, create: bool = False) -> None:
     except KvArenaError as error:
         raise KvArenaError(
             f"status files cannot be kept in {directory}: {error.what}",
-            fix=error.fix or "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700.",
+            fix=error.fix,
         ) from error

@@ -161,8 +161,9 @@ def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_looked_at_is_an_error(tmp_path: Path, name: str) -> None:
     # As with the XDG_RUNTIME_DIR of another user, which root could enter.
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(KvArenaError, match="status files cannot be kept"):
+    with pytest.raises(KvArenaError, match="status files cannot be kept") as info:
         find(tmp_path / name)
+    assert info.value.fix.startswith("Set KVARENA_SOCKET_DIR")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
