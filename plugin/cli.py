@@ -23,6 +23,13 @@ EXIT_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 well, 1 the command's own verdict, 2 bad input."""
     prepare_streams()
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvarena", description="A KV cache that is sized after its CUDA graphs are captured."
     )
@@ -52,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon_stdout()
         sys.stderr.write(f"kvarena {args.command}: {error}\n")
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":
