@@ -38,7 +38,7 @@ _serials = itertools.count()
 class StatusReporter:
     """What one pool tells the outside; driven by `PoolLifecycle`, or by an engine that has its own.
 
-    It never fails the engine: a status file that cannot be written is reported once and left.
+    It never fails the engine: a status file that cannot be written is reported once, and tried again.
 
     Parameters
     ----------
@@ -73,6 +73,7 @@ class StatusReporter:
         self._lock = threading.Lock()
         self._recorder = Recorder(timeline, self.name)
         self._file: StatusFile | None = None
+        self._write_failed = False
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -165,8 +166,12 @@ class StatusReporter:
         try:
             self._file.write(self.status())
         except OSError as error:
-            logger.warning("kvarena: %s is not written any more: %s", self._file.path, error)
-            self._file = None
+            # It stays ours: what it said last is taken away in the end, and a disk does not stay full.
+            if not self._write_failed:
+                logger.warning("kvarena: %s cannot be written, trying again: %s", self._file.path, error)
+            self._write_failed = True
+        else:
+            self._write_failed = False
 
     def _open_file(self, directory: Path) -> None:
         try:

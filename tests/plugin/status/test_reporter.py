@@ -115,6 +115,24 @@ def test_a_directory_of_others_is_reported_and_the_engine_serves(
     assert served.allocator.alloc(16) is not None
 
 
+def test_a_disk_that_fails_for_a_while_is_reported_once_and_leaves_no_stale_file(
+    serve: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    _wait(directory, lambda pool: pool.state == "reserved")
+    away = directory.rename(directory.with_name("away"))
+    deadline = time.monotonic() + 20
+    while "trying again" not in caplog.text and time.monotonic() < deadline:
+        served.lifecycle.reporter.record()
+        time.sleep(0.02)
+    away.rename(directory)
+    served.finalize(4 * MIB)
+    _wait(directory, lambda pool: pool.state == "serving")
+    served.lifecycle.close()
+    assert list(directory.iterdir()) == []
+    assert caplog.text.count("cannot be written, trying again") == 1
+
+
 def test_a_source_that_fails_is_reported_once_and_harms_nobody(
     serve: Any, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
