@@ -233,6 +233,7 @@ class PoolLifecycle:
             with self.timeline.timed("grown") as event:
                 pool.grow(total_bytes)
                 transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
+                self._tell_size(self._resize_now(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             transaction.undo(lambda: self._announce_resizing(pool, before), "letting go of the new memory")
             # Requests get pages in the new memory only once every engine knows it.
@@ -258,6 +259,7 @@ class PoolLifecycle:
                 self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
             with self.timeline.timed("given_back") as event:
                 pool.give_back(total_bytes)
+                self._tell_size(self._resize_now(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
         self._register(pool, self._resize_now(pool))
 
@@ -300,13 +302,19 @@ class PoolLifecycle:
                 transaction.undo(pool.revert_finalize, "backing the sink alone again")
                 allocator.resize(resize)
                 transaction.undo(allocator.revert_resize, "giving the allocators their old size")
+                self._tell_size(resize, transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             # First to be undone: nothing may stay registered over memory that goes.
             transaction.undo(lambda: self._announce_resizing(pool, 0), "letting go of the new memory")
             self._register(pool, resize)
 
+    def _tell_size(self, resize: PostCaptureKVResize, transaction: Transaction) -> None:
+        """Before the event, which the status is written after; what is taken back is untold."""
+        before = self.reporter.resize
+        self.reporter.resize = resize
+        transaction.undo(lambda: setattr(self.reporter, "resize", before), "telling the old size")
+
     def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize) -> None:
-        self.reporter.resized(resize)
         with self._noting_registrations():
             self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
 

@@ -63,11 +63,12 @@ class StatusReporter:
         self.name = name or _program()
         self.metrics_address: str | None = None
         """Where this process serves its metrics, for whoever reads the status."""
+        self.resize: PostCaptureKVResize | None = None
+        """The size that the engine serves with; None: not yet decided."""
         self.timeline = timeline
         self._settings = settings
         self._ledgers = ledgers
         self._pool: UnifiedKVPool | None = None
-        self._resize: PostCaptureKVResize | None = None
         self._source: UsageSource | None = None
         self._source_failed = False
         self._lock = threading.Lock()
@@ -96,10 +97,6 @@ class StatusReporter:
         self._source = usage_of(allocator) or self._source
         self._source_failed = False
 
-    def resized(self, resize: PostCaptureKVResize) -> None:
-        """The size that the engine serves with from now on."""
-        self._resize = resize
-
     def record(self) -> None:
         """Take a sample for the history now, and have the file written soon."""
         self._recorder.record(self._pool, self._ledgers(), self._usage(), mark=True)
@@ -107,7 +104,7 @@ class StatusReporter:
 
     def pool_status(self) -> PoolStatus:
         """The pool as it is now."""
-        return collect(self._pool, self._ledgers(), usage=self._usage(), resize=self._resize)
+        return collect(self._pool, self._ledgers(), usage=self._usage(), resize=self.resize)
 
     def status(self) -> ProcessStatus:
         """What the status file says."""
