@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--engine", choices=("embedded",), help="judge this engine's configuration")
     parser.add_argument(
-        "--sglang-args", metavar="ARGS", help="judge a server that is launched with these, as one text"
+        "--sglang-args",
+        type=_arguments,
+        metavar="ARGS",
+        help="judge a server that is launched with these, as one text",
     )
     parser.add_argument("--quick", action="store_true", help="do not try the transfer engines")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -94,6 +98,14 @@ def examine(
     yield from sglang.examine_sglang(settings, args.sglang_args)
     if args.engine == "embedded" and not isinstance(found, Finding):
         yield from configuration.examine_embedded(settings, found)
+
+
+def _arguments(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command line: {str(error).lower()}") from error
+    return text
 
 
 def _running(settings: Settings) -> Iterator[Finding]:

@@ -56,11 +56,11 @@ def test_it_follows_the_pool_through_its_life(serve: Any, directory: Path) -> No
     served.finalize(4 * MIB)
     ids = allocator.alloc(10 * 16)
     allocator.free_swa(ids[: 4 * 16])
-    said = _wait(directory, lambda pool: bool(pool.sub_pools and pool.sub_pools[0].live_pages))
+    # Not between the two calls above.
+    said = _wait(directory, lambda pool: [each.live_pages for each in pool.sub_pools] == [10, 6])
     full, swa = said.sub_pools
     assert said.state == "serving"
     assert said.backed_bytes == said.registered_bytes == pool.arena.backed_bytes == 4 * MIB
-    assert (full.live_pages, swa.live_pages) == (10, 6)
     assert full.free_pages == allocator.full_available_size() // 16
     assert swa.free_pages == allocator.swa_attn_allocator.available_size() // 16
     assert said.tokens == allocator.size_full == full.num_pages * 16
