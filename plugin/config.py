@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +20,14 @@ else:
 __all__ = ["ConfigError", "Settings", "load_settings", "parse_bytes"]
 
 PREFIX = "KVARENA_"
-#: Read elsewhere: where the file is, and switches of the project's own tests.
-NOT_SETTINGS = ("KVARENA_CONFIG", "KVARENA_TEST_", "KVARENA_CONTRACT_")
+CONFIG = "KVARENA_CONFIG"
+#: Of switches of the project's own tests, which are read elsewhere.
+NOT_SETTINGS = ("KVARENA_TEST_", "KVARENA_CONTRACT_")
+#: What an address can be; messages between processes carry no larger number.
+_MOST_BYTES = (1 << 63) - 1
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+# More than a day is no timeout, and waits of the system take no number without end.
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -48,8 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Transfer engines, comma-separated: mooncake, nixl, same-host, or a third party's."""
     transfer_host: str = "127.0.0.1"
     """The address that peers reach this process at."""
-    transfer_timeout: Positive = 10.0
-    """Seconds after which a transfer, or a silent peer, counts as failed."""
+    transfer_timeout: Seconds = 10.0
+    """Seconds after which a transfer, or a silent peer, counts as failed; a day at most."""
     same_host: bool = False
     """Inside SGLang: serve peers on this host through mapped arenas."""
     socket_dir: str | None = None
@@ -89,18 +94,19 @@ def load_settings(
         the variable or key.
     """
     environ = os.environ if environ is None else environ
-    path = path or environ.get("KVARENA_CONFIG") or None
+    path = path or environ.get(CONFIG) or None
     values: dict[str, Any] = _read_toml(Path(path)) if path else {}
     _refuse_unknown(values, f"key in {path}", lambda name: name)
     given = {
         name[len(PREFIX) :].lower(): value
         for name, value in environ.items()
         # An empty variable is how a shell unsets one for a single command.
-        if value and name.startswith(PREFIX) and not name.startswith(NOT_SETTINGS)
+        if value and name.startswith(PREFIX) and name != CONFIG and not name.startswith(NOT_SETTINGS)
     }
     _refuse_unknown(given, "environment variable", lambda name: PREFIX + name.upper())
     sources = dict.fromkeys(values, str(path)) | {name: PREFIX + name.upper() for name in given}
     values |= {name: _split(name, value) for name, value in given.items()}
+    _refuse_what_is_no_text(values, sources)
     for name in ("memory_limit", "headroom", "pool_bytes"):
         if name in values:
             values[name] = parse_bytes(values[name], what=f"{name} ({sources[name]})")
@@ -108,9 +114,12 @@ def load_settings(
         # Not strict: an environment knows only strings, so "1" is a number and a truth value.
         return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
-        named = next((name for name in values if f"`$.{name}" in str(error)), None)
+        # "Expected `int` <= 32 - at `$.finalize_retries`"
+        why, _, where = str(error).partition(" - at `$.")
+        name = re.split(r"\W", where)[0]
         raise ConfigError(
-            f"setting {named or '?'}: {error}.", fix=f"Change {sources[named]}." if named else ""
+            f"setting {name} is {values[name]!r}: {why[:1].lower()}{why[1:]}.",
+            fix=f"Change {sources[name]}." + (" Give 1 or 0." if "`bool`" in why else ""),
         ) from error
 
 
@@ -120,7 +129,7 @@ def parse_bytes(value: object, *, what: str = "size") -> int:
     Raises
     ------
     ConfigError
-        Not a size, or a negative one.
+        Not a size, a negative one, or more than any machine has addresses for.
     """
     units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
     text = str(value).strip()
@@ -134,13 +143,15 @@ def parse_bytes(value: object, *, what: str = "size") -> int:
         raise ConfigError(
             f"{what}: {value!r} is no size.", fix="Give bytes, or a number with KiB, MiB, GiB or TiB."
         )
+    if size > _MOST_BYTES:
+        raise ConfigError(f"{what}: {value!r} is more than {_MOST_BYTES} bytes.", fix="Give less.")
     return size
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8 and no TOML are ValueErrors, too
         raise ConfigError(
             f"the settings file {path} cannot be read: {error}.", fix="Mend it, or unset KVARENA_CONFIG."
         ) from error
@@ -154,6 +165,14 @@ def _refuse_unknown(values: Mapping[str, object], where: str, spelled: Any) -> N
             f"unknown {where}: {', '.join(map(spelled, unknown))}.",
             fix=f"Known are: {', '.join(map(spelled, known))}.",
         )
+
+
+def _refuse_what_is_no_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """A NUL, or bytes of a variable that are no UTF-8, would fail far from here, in a path or a message."""
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and ("\0" in text or any("\ud800" <= each <= "\udfff" for each in text)):
+                raise ConfigError(f"setting {name} is no text: {text!r}.", fix=f"Change {sources[name]}.")
 
 
 def _split(name: str, value: str) -> object:

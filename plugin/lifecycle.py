@@ -241,6 +241,7 @@ class PoolLifecycle:
                 # Last to be undone: everyone hears which size stands.
                 transaction.undo(lambda: self._announce_finalized(pool), "announcing the old size")
                 transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
+                self._tell_size(self._resize_now(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             transaction.undo(lambda: self._announce_resizing(pool, before), "letting go of the new memory")
             # Requests get pages in the new memory only once every engine knows it.
@@ -268,6 +269,7 @@ class PoolLifecycle:
             with self.timeline.timed("given_back") as event:
                 pool.give_back(total_bytes)
                 transaction.undo(lambda: pool.grow(before), "taking the memory again")
+                self._tell_size(self._resize_now(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             self._register(pool)
 
@@ -310,15 +312,21 @@ class PoolLifecycle:
                 transaction.undo(pool.revert_finalize, "backing the sink alone again")
                 allocator.resize(resize)
                 transaction.undo(allocator.revert_resize, "giving the allocators their old size")
+                self._tell_size(resize, transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             # First to be undone: nothing may stay registered over memory that goes.
             transaction.undo(lambda: self._announce_resizing(pool, 0), "letting go of the new memory")
             self._register(pool, resize)
 
+    def _tell_size(self, resize: PostCaptureKVResize, transaction: Transaction) -> None:
+        """Before the event, which the status is written after; what is taken back is untold."""
+        before = self.reporter.resize
+        self.reporter.resize = resize
+        transaction.undo(lambda: setattr(self.reporter, "resize", before), "telling the old size")
+
     def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize | None = None) -> None:
         """Tell everyone the size: the one that was asked for, or else the pool's."""
         resize = resize or self._resize_now(pool)
-        self.reporter.resized(resize)
         with self._noting_registrations():
             self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
 
@@ -344,12 +352,10 @@ class PoolLifecycle:
             )
 
     def _announce_reserved(self, pool: UnifiedKVPool) -> None:
-        self.reporter.resized(None)
         raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
 
     def _announce_finalized(self, pool: UnifiedKVPool) -> None:
         resize = self._resize_now(pool)
-        self.reporter.resized(resize)
         raise_first(self.manager.call_every("kvarena_pool_finalized", pool=pool, resize=resize))
 
     def _announce_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:

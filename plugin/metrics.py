@@ -109,7 +109,7 @@ def serve_metrics(reporter: StatusReporter, port: int, host: str = "127.0.0.1") 
     """
     try:
         server, thread = start_http_server(port, addr=host, registry=make_registry(reporter))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last of a name that cannot be one
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "in use" if taken else f"not available ({getattr(error, 'strerror', None) or error})"
         raise MetricsPortError(
@@ -118,7 +118,8 @@ def serve_metrics(reporter: StatusReporter, port: int, host: str = "127.0.0.1") 
             "must be an address of this host.",
         ) from error
     served = MetricsServer(server, thread)
-    reporter.metrics_address = f"{host}:{served.port}"
+    # Of IPv6 in brackets, as in any URL.
+    reporter.metrics_address = f"[{host}]:{served.port}" if ":" in host else f"{host}:{served.port}"
     return served
 
 

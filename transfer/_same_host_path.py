@@ -20,6 +20,7 @@ __all__ = ["check_directory", "default_directory", "dial", "is_name", "listen"]
 
 # sun_path has 108 bytes and ends with a zero (unix(7)).
 _PATH_BYTES = 107
+_OWN_DIRECTORY = "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -44,18 +45,20 @@ def check_directory(directory: Path, *, create: bool = False) -> None:
         except FileExistsError:
             pass
         except OSError as error:
-            raise SocketPathError(str(directory), f"cannot be made ({error.strerror})") from error
+            why = f"cannot be made ({error.strerror})"
+            raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
     try:
         found = os.lstat(directory)
     except OSError as error:
-        raise SocketPathError(str(directory), error.strerror or "cannot be read") from error
+        why = error.strerror or "cannot be read"
+        raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
     if not stat.S_ISDIR(found.st_mode):
-        raise SocketPathError(str(directory), "is no directory", fix="Choose another socket directory.")
+        raise SocketPathError(str(directory), "is no directory", fix=_OWN_DIRECTORY)
     if found.st_uid != os.geteuid():
         raise SocketPathError(
             str(directory),
             f"belongs to user {found.st_uid}, we are {os.geteuid()}",
-            fix="Choose a socket directory of your own.",
+            fix=_OWN_DIRECTORY,
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
@@ -80,7 +83,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
         raise SocketPathError(
             str(path),
             f"has {len(os.fsencode(path))} bytes, {_PATH_BYTES} are the most",
-            fix="Set a shorter socket directory or name.",
+            fix="Set KVARENA_SOCKET_DIR to a shorter path, or give a shorter name.",
         )
     check_directory(directory, create=True)
     with _locked(directory):

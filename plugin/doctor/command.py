@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--engine", choices=("embedded",), help="judge this engine's configuration")
     parser.add_argument(
-        "--sglang-args", metavar="ARGS", help="judge a server that is launched with these, as one text"
+        "--sglang-args",
+        type=_arguments,
+        metavar="ARGS",
+        help="judge a server that is launched with these, as one text",
     )
     parser.add_argument("--quick", action="store_true", help="do not try the transfer engines")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -47,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     with _progress(quiet=args.json) as progress:
         report = Report.of(examine(args, progress))
     if args.json:
-        document = {"verdict": report.verdict, "findings": report.findings}
-        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        document = {"verdict": report.verdict, "findings": msgspec.to_builtins(report.findings)}
+        # In ASCII: a path need not be UTF-8, nor the terminal.
+        sys.stdout.write(json.dumps(document) + "\n")
     else:
         from kvarena.plugin.doctor.view import show
 
@@ -69,6 +75,7 @@ def examine(
         Takes a line before each part that takes long.
     """
     from kvarena.plugin.doctor import configuration, device, sglang, transfers
+    from kvarena.plugin.status.files import directory_of
 
     settings, found_settings = configuration.examine_settings()
     yield from found_settings
@@ -81,12 +88,24 @@ def examine(
         for name in transfers.names(settings.transfer):
             progress(f"moving memory with {name}")
             yield from transfers.examine_engine(
-                name, where, wanted=name in settings.transfer, quick=args.quick
+                name,
+                where,
+                wanted=name in settings.transfer or (name == "same-host" and settings.same_host),
+                quick=args.quick,
+                directory=directory_of(settings),
             )
     progress("looking at SGLang")
     yield from sglang.examine_sglang(settings, args.sglang_args)
     if args.engine == "embedded" and not isinstance(found, Finding):
         yield from configuration.examine_embedded(settings, found)
+
+
+def _arguments(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command line: {str(error).lower()}") from error
+    return text
 
 
 def _running(settings: Settings) -> Iterator[Finding]:

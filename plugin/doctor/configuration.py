@@ -88,11 +88,11 @@ def refusals(engine: str, reasons: Iterable[Refusal]) -> Iterator[Finding]:
 
 def _directory(settings: Settings) -> Iterator[Finding]:
     """Sockets and status files need a directory that only we can enter; one that is not there is made."""
-    from kvarena.plugin.status.files import directory_of
+    from kvarena.plugin.status.files import directory_of, exists
     from kvarena.transfer._same_host_path import check_directory
 
     directory: Path = directory_of(settings)
-    if not directory.exists() and not directory.is_symlink():
+    if not exists(directory):
         return
     try:
         check_directory(directory)
@@ -101,7 +101,7 @@ def _directory(settings: Settings) -> Iterator[Finding]:
             topic="settings",
             verdict="broken" if "same-host" in settings.transfer or settings.same_host else "warning",
             what=f"no sockets or status files can be kept in {directory}: {error.what}",
-            fix=error.fix or "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700.",
+            fix=error.fix,
         )
 
 

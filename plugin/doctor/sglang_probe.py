@@ -86,7 +86,7 @@ def _parsed(arguments: str) -> Any:
                 resolve_once()
             return server_args
     except SystemExit as error:
-        last = said.getvalue().strip().splitlines()[-1:] or [str(error)]
+        last = said.getvalue().strip().splitlines()[-1:] or [f"it ended with status {error}"]
         raise KvArenaError(f"it does not take these arguments: {last[0].rstrip('.')}.") from error
     except Exception as error:
         raise KvArenaError(

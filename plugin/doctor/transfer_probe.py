@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,11 @@ _TIMEOUT_S = 20.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``receive|send ENGINE DEVICE BYTES DIRECTORY``."""
+    """``receive|send ENGINE DEVICE BYTES [DIRECTORY]``."""
     take_stdout()
-    role, name, device, nbytes, directory = arguments
+    role, name, device, nbytes, *directory = arguments
     try:
-        end = _End(name, device, int(nbytes), Path(directory))
+        end = _End(name, device, int(nbytes), directory[0] if directory else None)
         (end.receive if role == "receive" else end.send)()
     except KvArenaError as error:
         emit({"error": str(error)})
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _End:
-    def __init__(self, name: str, device: str, nbytes: int, directory: Path) -> None:
+    def __init__(self, name: str, device: str, nbytes: int, directory: str | None) -> None:
         from kvarena.plugin.composition import make_manager
         from kvarena.plugin.config import load_settings
         from kvarena.pool.arena import Arena
@@ -117,7 +116,7 @@ def _make_driver(device: str, manager: Any) -> Any:
     return manager.hook.kvarena_driver(device=torch.device(device))
 
 
-def _make_engine(name: str, arena: Any, directory: Path, manager: Any, settings: Any) -> TransferEngine:
+def _make_engine(name: str, arena: Any, directory: str | None, manager: Any, settings: Any) -> TransferEngine:
     from kvarena.hooks import TransferConfig
 
     config = TransferConfig(
@@ -125,7 +124,7 @@ def _make_engine(name: str, arena: Any, directory: Path, manager: Any, settings:
         hostname=settings.transfer_host,
         timeout_s=_TIMEOUT_S,
         arena=arena,
-        socket_dir=str(directory),
+        socket_dir=directory,
     )
     answers = manager.hook.kvarena_transfer_engines(config=config)
     engines: list[TransferEngine] = [engine for answer in answers for engine in answer or ()]

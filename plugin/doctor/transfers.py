@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from kvarena.plugin.doctor.child import Child, ChildFailed
-from kvarena.plugin.doctor.findings import Finding
+from kvarena.plugin.doctor.findings import Finding, Verdict
 from kvarena.transfer.mooncake_install import installed_variants
 
 __all__ = ["examine_engine", "installed", "measure", "names", "ucx_path"]
@@ -24,7 +24,9 @@ _FALLEN_OFF: Final = 5.0
 _NIXL: Final = ("nixl", "nixl-cu12", "nixl-cu13")
 
 
-def examine_engine(name: str, device: str, *, wanted: bool, quick: bool = False) -> Iterator[Finding]:
+def examine_engine(
+    name: str, device: str, *, wanted: bool, quick: bool = False, directory: Path | None = None
+) -> Iterator[Finding]:
     """Everything about one engine.
 
     Parameters
@@ -37,6 +39,8 @@ def examine_engine(name: str, device: str, *, wanted: bool, quick: bool = False)
         Whether the settings name it: what is not there is then broken, and no mere note.
     quick : bool
         Only look at what is installed.
+    directory : Path, optional
+        Where a same-host engine's sockets lie; by default its own choice.
     """
     packages = installed(name)
     named = f"{name} ({', '.join(packages)})" if packages else name
@@ -60,9 +64,11 @@ def examine_engine(name: str, device: str, *, wanted: bool, quick: bool = False)
         yield Finding(topic="transfer", verdict="note", what=f"{named} is installed, and was not tried")
         return
     try:
-        measured = measure(name, device)
+        measured = measure(name, device, directory=directory)
     except ChildFailed as failure:
-        yield Finding(topic="transfer", verdict="broken", what=f"{named}: {_first_line(str(failure))}")
+        # What nobody has installed or asked for may fail: it will not be used.
+        verdict: Verdict = "broken" if wanted or packages else "warning"
+        yield Finding(topic="transfer", verdict=verdict, what=f"{named}: {_first_line(str(failure))}")
         return
     yield _finding(named, name, measured, on_gpu=device.startswith("cuda"))
 
@@ -82,8 +88,19 @@ def installed(name: str) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def measure(name: str, device: str, *, timeout: float = _TIMEOUT_S) -> dict[str, Any]:
+def measure(
+    name: str, device: str, *, timeout: float = _TIMEOUT_S, directory: Path | None = None
+) -> dict[str, Any]:
     """Move memory from one child to another, ordinary memory and an arena's.
+
+    Parameters
+    ----------
+    name, device : str
+        Which engine, and whose memory.
+    timeout : float
+        Seconds, for each answer.
+    directory : Path, optional
+        Where a same-host engine's sockets lie; by default its own choice.
 
     Returns
     -------
@@ -99,23 +116,22 @@ def measure(name: str, device: str, *, timeout: float = _TIMEOUT_S) -> dict[str,
     nbytes = _BYTES["cuda" if device.startswith("cuda") else "cpu"]
     # UCX then writes which transport it takes for each operation.
     environ = {"UCX_PROTO_INFO": "y", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="kvarena-doctor-") as directory:
-        arguments = [name, device, str(nbytes), directory]
-        with (
-            Child("transfer_probe", ["receive", *arguments], environ=environ) as receiver,
-            Child("transfer_probe", ["send", *arguments], environ=environ) as sender,
-        ):
-            hello = receiver.answer(timeout)
-            sender.tell(json.dumps(hello))
-            measured: dict[str, Any] = sender.answer(timeout)
-            for _ in hello["addresses"]:
-                answer = sender.answer(timeout)
-                kind = answer.pop("kind")
-                receiver.tell(kind)
-                measured[kind] = answer | receiver.answer(timeout)
-            measured["path"] = ucx_path(sender.log)
-            sender.tell("")
-            receiver.tell("")
+    arguments = [name, device, str(nbytes), *([] if directory is None else [str(directory)])]
+    with (
+        Child("transfer_probe", ["receive", *arguments], environ=environ) as receiver,
+        Child("transfer_probe", ["send", *arguments], environ=environ) as sender,
+    ):
+        hello = receiver.answer(timeout)
+        sender.tell(json.dumps(hello))
+        measured: dict[str, Any] = sender.answer(timeout)
+        for _ in hello["addresses"]:
+            answer = sender.answer(timeout)
+            kind = answer.pop("kind")
+            receiver.tell(kind)
+            measured[kind] = answer | receiver.answer(timeout)
+        measured["path"] = ucx_path(sender.log)
+        sender.tell("")
+        receiver.tell("")
     return measured
 
 

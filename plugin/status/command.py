@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -99,8 +100,8 @@ def _write_json(found: Sequence[Found], directory: Path) -> None:
         status = {} if each.status is None else msgspec.to_builtins(each.status)
         status.pop("history", None)
         processes.append({"state": each.state, "path": str(each.path), "why": each.why, **status})
-    text = msgspec.json.encode({"directory": str(directory), "processes": processes})
-    sys.stdout.write(text.decode() + "\n")
+    # In ASCII: a path need not be UTF-8, nor the terminal.
+    sys.stdout.write(json.dumps({"directory": str(directory), "processes": processes}) + "\n")
 
 
 def _pid(found: Found) -> int | None:

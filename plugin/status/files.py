@@ -18,7 +18,7 @@ from kvarena.plugin.config import Settings
 from kvarena.plugin.status.identity import condition_of
 from kvarena.plugin.status.model import FORMAT, ProcessStatus
 
-__all__ = ["Found", "StatusFile", "directory_of", "find"]
+__all__ = ["Found", "StatusFile", "directory_of", "exists", "find"]
 
 _SUFFIX = ".status.json"
 #: A status file is some tens of KiB; whatever is larger is none.
@@ -49,6 +49,20 @@ def directory_of(settings: Settings) -> Path:
     from kvarena.transfer._same_host_path import default_directory
 
     return Path(settings.socket_dir) if settings.socket_dir else default_directory()
+
+
+def exists(directory: Path) -> bool:
+    """Whether anything is there, be it a broken link; also where that cannot be told.
+
+    ``XDG_RUNTIME_DIR`` of another user (``sudo -u``) does not let us look: `check_directory` then says why.
+    """
+    try:
+        os.lstat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class StatusFile:
@@ -110,11 +124,18 @@ def find(directory: Path, *, clean: bool = True) -> list[Found]:
     ------
     KvArenaError
         The directory belongs to somebody else, or is open to others: what lies there cannot be trusted.
+        Or it cannot be read.
     """
-    if not directory.exists() and not directory.is_symlink():
+    if not exists(directory):
         return []
     _check(directory)
-    found = [_read(path) for path in _status_files(directory)]
+    try:
+        found = [_read(path) for path in _status_files(directory)]
+    except OSError as error:
+        raise KvArenaError(
+            f"the status files in {directory} cannot be listed: {error.strerror}.",
+            fix=f"chmod 0700 {directory}",
+        ) from error
     for each in found if clean else ():
         if each.state == "dead":
             with contextlib.suppress(OSError):
@@ -122,6 +143,10 @@ def find(directory: Path, *, clean: bool = True) -> list[Found]:
     if clean:
         _remove_leftovers(directory)
     return sorted(found, key=lambda each: (each.status is None, each.status and each.status.identity.pid))
+
+
+class _Format(msgspec.Struct):
+    format: int = FORMAT
 
 
 def _status_files(directory: Path) -> Iterator[Path]:
@@ -140,13 +165,16 @@ def _remove_leftovers(directory: Path) -> None:
 
 def _read(path: Path) -> Found:
     try:
-        status = msgspec.json.decode(_contents(path), type=ProcessStatus)
+        contents = _contents(path)
+        # Of another format nothing else is known.
+        about = msgspec.json.decode(contents, type=_Format)
+        if about.format != FORMAT:
+            return Found(path, "unreadable", why=f"format {about.format}, this kvarena reads {FORMAT}")
+        status = msgspec.json.decode(contents, type=ProcessStatus)
     except OSError as error:
         return Found(path, "unreadable", why=error.strerror or str(error))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return Found(path, "unreadable", why=f"no status of a kvarena process ({error})")
-    if status.format != FORMAT:
-        return Found(path, "unreadable", why=f"format {status.format}, this kvarena reads {FORMAT}")
     return Found(path, condition_of(status.identity), status)
 
 
@@ -170,5 +198,5 @@ def _check(directory: Path, *, create: bool = False) -> None:
     except KvArenaError as error:
         raise KvArenaError(
             f"status files cannot be kept in {directory}: {error.what}",
-            fix=error.fix or "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700.",
+            fix=error.fix,
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,6 +21,8 @@ __all__ = [
 FORMAT = 1
 """Of the status file; a reader that finds another says so instead of guessing."""
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""Of bytes, pages and the like: a file that says less is none of ours."""
 Unit = Literal["tokens", "requests"]
 PoolState = Literal["planned", "reserved", "serving", "eager", "closed"]
 
@@ -32,13 +34,13 @@ class SubPoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     unit: Unit
     """What a slot holds: a token, or the state of a request (Mamba)."""
     grow_direction: str
-    page_bytes: int
-    slots_per_page: int
-    num_pages: int
+    page_bytes: Count
+    slots_per_page: Count
+    num_pages: Count
     """Pages that could be allocated if no other sub-pool held any; the sink's are not among them."""
-    live_pages: int | None = None
+    live_pages: Count | None = None
     """None: the engine has not said."""
-    free_pages: int | None = None
+    free_pages: Count | None = None
 
     @property
     def live_bytes(self) -> int:
@@ -50,16 +52,16 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer engine, and what it has registered."""
 
     name: str
-    registered_bytes: int
-    regions: tuple[tuple[int, int], ...]
+    registered_bytes: Count
+    regions: tuple[tuple[int, Count], ...]
     """Offset in the arena and bytes of each."""
-    epoch: int
-    in_flight: int
+    epoch: Count
+    in_flight: Count
     """Transfers, or leases granted, that have not ended."""
-    transfers: int = 0
+    transfers: Count = 0
     """Submitted so far."""
-    transferred_bytes: int = 0
-    failures: int = 0
+    transferred_bytes: Count = 0
+    failures: Count = 0
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,20 +70,20 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: PoolState
     device: str = ""
     driver: str = ""
-    base: int = 0
-    reserved_bytes: int = 0
-    backed_bytes: int = 0
-    active_bytes: int = 0
+    base: Count = 0
+    reserved_bytes: Count = 0
+    backed_bytes: Count = 0
+    active_bytes: Count = 0
     """Backed bytes that the pool uses: its final size, or the sink before that."""
-    sink_bytes: int = 0
-    handle_bytes: tuple[int, ...] = ()
+    sink_bytes: Count = 0
+    handle_bytes: tuple[Count, ...] = ()
     """Of each physical handle, in the order of addresses."""
-    page_size: int = 1
-    tokens: int | None = None
+    page_size: Count = 1
+    tokens: Count | None = None
     """Tokens that the pool is sized for, by its attention sub-pools alone."""
-    requests: int | None = None
+    requests: Count | None = None
     """Requests whose states fit; None where the model has none."""
-    torch_cached_bytes: int | None = None
+    torch_cached_bytes: Count | None = None
     """Free blocks that torch keeps on the device, which no driver call can see."""
     sub_pools: tuple[SubPoolStatus, ...] = ()
     engines: tuple[EngineStatus, ...] = ()
@@ -96,11 +98,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """The arena at one moment."""
 
     at_s: float
-    backed_bytes: int
-    active_bytes: int
-    registered_bytes: int
-    handle_bytes: tuple[int, ...]
-    live_bytes: tuple[int, ...]
+    backed_bytes: Count
+    active_bytes: Count
+    registered_bytes: Count
+    handle_bytes: tuple[Count, ...]
+    live_bytes: tuple[Count, ...]
     """Of each sub-pool of the history."""
 
 
@@ -109,7 +111,7 @@ class EventMark(msgspec.Struct, frozen=True, array_like=True):
 
     at_s: float
     name: str
-    nbytes: int | None = None
+    nbytes: Count | None = None
     milliseconds: float = 0.0
 
 
@@ -119,8 +121,8 @@ class ArenaHistory(msgspec.Struct, kw_only=True):
     title: str
     began_at: float
     """Seconds since 1970."""
-    reserved_bytes: int = 0
-    sink_bytes: int = 0
+    reserved_bytes: Count = 0
+    sink_bytes: Count = 0
     sub_pools: tuple[tuple[str, str], ...] = ()
     """Name and grow direction of each, in the order along the arena."""
     samples: list[Sample] = []

@@ -38,7 +38,7 @@ _serials = itertools.count()
 class StatusReporter:
     """What one pool tells the outside; driven by `PoolLifecycle`, or by an engine that has its own.
 
-    It never fails the engine: a status file that cannot be written is reported once and left.
+    It never fails the engine: a status file that cannot be written is reported once, and tried again.
 
     Parameters
     ----------
@@ -63,16 +63,18 @@ class StatusReporter:
         self.name = name or _program()
         self.metrics_address: str | None = None
         """Where this process serves its metrics, for whoever reads the status."""
+        self.resize: PostCaptureKVResize | None = None
+        """The size that the engine serves with; None: not yet decided."""
         self.timeline = timeline
         self._settings = settings
         self._ledgers = ledgers
         self._pool: UnifiedKVPool | None = None
-        self._resize: PostCaptureKVResize | None = None
         self._source: UsageSource | None = None
         self._source_failed = False
         self._lock = threading.Lock()
         self._recorder = Recorder(timeline, self.name)
         self._file: StatusFile | None = None
+        self._write_failed = False
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -95,10 +97,6 @@ class StatusReporter:
         self._source = usage_of(allocator) or self._source
         self._source_failed = False
 
-    def resized(self, resize: PostCaptureKVResize | None) -> None:
-        """The size that the engine serves with from now on; None: it was taken back."""
-        self._resize = resize
-
     def record(self) -> None:
         """Take a sample for the history now, and have the file written soon."""
         self._recorder.record(self._pool, self._ledgers(), self._usage(), mark=True)
@@ -106,7 +104,7 @@ class StatusReporter:
 
     def pool_status(self) -> PoolStatus:
         """The pool as it is now."""
-        return collect(self._pool, self._ledgers(), usage=self._usage(), resize=self._resize)
+        return collect(self._pool, self._ledgers(), usage=self._usage(), resize=self.resize)
 
     def status(self) -> ProcessStatus:
         """What the status file says."""
@@ -165,8 +163,12 @@ class StatusReporter:
         try:
             self._file.write(self.status())
         except OSError as error:
-            logger.warning("kvarena: %s is not written any more: %s", self._file.path, error)
-            self._file = None
+            # It stays ours: what it said last is taken away in the end, and a disk does not stay full.
+            if not self._write_failed:
+                logger.warning("kvarena: %s cannot be written, trying again: %s", self._file.path, error)
+            self._write_failed = True
+        else:
+            self._write_failed = False
 
     def _open_file(self, directory: Path) -> None:
         try:

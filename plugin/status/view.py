@@ -118,7 +118,7 @@ def _memory(pool: PoolStatus) -> Text:
 def _bar(pool: PoolStatus) -> Text:
     """The reservation from its start to its end: pages in use, free memory, addresses without memory."""
     scale = _BAR / max(1, pool.reserved_bytes)
-    active = max(1, round(pool.active_bytes * scale))
+    active = min(_BAR, max(1, round(pool.active_bytes * scale)))
     cells: list[tuple[str, str]] = [("─", "grey50")] * _BAR
     cells[:active] = [("░", "grey70")] * active
     low, high = 0, active

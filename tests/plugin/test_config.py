@@ -69,3 +69,40 @@ def test_sizes(text: object, size: int) -> None:
 def test_no_sizes(text: object) -> None:
     with pytest.raises(ConfigError, match="is no size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        # Others are named, too: a longer name is not taken for its beginning.
+        (
+            {"KVARENA_TRANSFER": "mooncake", "KVARENA_TRANSFER_TIMEOUT": "soon"},
+            r"transfer_timeout is 'soon'.*Change KVARENA_TRANSFER_TIMEOUT\.$",
+        ),
+        ({"KVARENA_ENABLE": "yes"}, r"enable is 'yes'.*Change KVARENA_ENABLE\. Give 1 or 0\.$"),
+        # A day is the most: no wait takes more, and JSON has no infinity.
+        ({"KVARENA_TRANSFER_TIMEOUT": "inf"}, "transfer_timeout is 'inf'.*86400"),
+        ({"KVARENA_TRANSFER_TIMEOUT": "86401"}, "transfer_timeout is '86401'.*86400"),
+        ({"KVARENA_POOL_BYTES": "9000000TiB"}, r"KVARENA_POOL_BYTES.* is more than 9223372036854775807"),
+        # The name of the file is known; what only begins like it is not.
+        ({"KVARENA_CONFIGURATION": "kvarena.toml"}, "unknown environment variable: KVARENA_CONFIGURATION"),
+    ],
+)
+def test_what_is_wrong_is_said(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(environ)
+
+
+@pytest.mark.parametrize("name", Settings.__struct_fields__)
+@pytest.mark.parametrize("value", ["\udcff", "a\0b"])
+def test_bytes_that_are_no_text_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"KVARENA_{name.upper()}"):
+        load_settings({f"KVARENA_{name.upper()}": value})
+
+
+def test_a_nul_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kvarena.toml"
+    for line in (r'socket_dir = "\u0000"', r'transfer = ["mooncake", "\u0000"]'):
+        file.write_text(line)
+        with pytest.raises(ConfigError, match=r"is no text.*kvarena\.toml"):
+            load_settings({}, path=file)

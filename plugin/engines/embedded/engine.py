@@ -216,11 +216,17 @@ class Engine:
             raise self._too_small(error) from error
 
     def _too_small(self, error: Exception) -> SettingError:
-        """One request does not fit: the least memory limit with which it would."""
-        granularity = self.lifecycle.driver.granularity
-        least = self.config.least_bytes(granularity=granularity, headroom=self.settings.headroom)
-        limit = self.settings.pool_bytes if self.config.on_gpu else self.settings.memory_limit
-        given = f"a memory limit of {limit} bytes" if limit is not None else "the memory that is free"
+        """One request does not fit: what is too small, and the least with which it would."""
+        settings, granularity = self.settings, self.lifecycle.driver.granularity
+        headroom = settings.headroom
+        least = self.config.least_bytes(granularity=granularity, headroom=headroom)
+        limit = None if self.config.on_gpu else settings.memory_limit
+        given = "the memory that is free" if limit is None else f"a memory limit of {limit} bytes"
+        if headroom:
+            given += f", less a headroom of {headroom} bytes,"
+        least_pool = self.config.least_bytes(granularity=granularity, headroom=0)
+        if settings.pool_bytes is not None and settings.pool_bytes < least_pool:
+            given, least = f"a limit of {settings.pool_bytes} bytes on the pool", least_pool
         return SettingError(
             f"{given} is below what one request needs: {error}", fix=f"The least that works is {least} bytes."
         )

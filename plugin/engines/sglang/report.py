@@ -80,7 +80,7 @@ def announce_finalized(
     report: PoolReport | None = bound.report
     if report is None:
         return
-    report.reporter.resized(resize)
+    report.reporter.resize = resize
     report.timeline.add(
         "finalized",
         nbytes=bound.total_bytes,

@@ -79,6 +79,21 @@ def test_a_memory_limit_below_the_floor_names_the_least(
     assert "The least that works is " in said
 
 
+def test_what_is_too_small_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"some words")
+    monkeypatch.setenv("KVARENA_POOL_BYTES", "4096")
+    assert "a limit of 4096 bytes on the pool is below what one request needs" in _refused(
+        capsys, "--input", str(path)
+    )
+    monkeypatch.delenv("KVARENA_POOL_BYTES")
+    monkeypatch.setenv("KVARENA_HEADROOM", "1GiB")
+    said = _refused(capsys, "--input", str(path), "--memory-limit", "24MiB")
+    assert "25165824 bytes, less a headroom of 1073741824 bytes, is below what one request needs" in said
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "many", "", "1XB"])
 def test_a_memory_limit_that_is_none(capsys: pytest.CaptureFixture[str], limit: str) -> None:
     assert "--memory-limit" in _refused(capsys, f"--memory-limit={limit}")

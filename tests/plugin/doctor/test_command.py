@@ -117,6 +117,15 @@ def test_sglang_arguments_without_sglang_are_broken(doctor: Any) -> None:
     assert "SGLang is not installed, so its arguments cannot be judged" in _of(findings, "sglang")[0]["what"]
 
 
+@pytest.mark.parametrize("arguments", ["--model-path 'x", "x \\"])
+def test_sglang_arguments_that_no_shell_takes_are_bad_input(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", f"--sglang-args={arguments}"])
+    assert "is no command line: no " in capsys.readouterr().err
+
+
 def test_a_cuda_device_that_is_not_there_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,23 @@ def test_same_host_moves_an_arena() -> None:
     assert arena["arrived"] is True
     assert arena["gb_per_s"] > 0
     assert arena["pages_gb_per_s"] > 0
+
+
+def test_same_host_is_tried_where_its_sockets_will_lie(tmp_path: Path) -> None:
+    # A socket's path may have 107 bytes. A TMPDIR of any length is none of its business.
+    deep = tmp_path / ("d" * 120)
+    (finding,) = _examine("same-host", directory=deep)
+    assert finding.verdict == "warning"  # nobody has asked for it
+    assert "107 are the most" in finding.what
+    (finding,) = _examine("same-host", directory=deep, wanted=True)
+    assert finding.verdict == "broken"
+
+
+def test_a_long_temporary_directory_harms_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ("d" * 120)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("d" * 120)))
+    (finding,) = _examine("same-host", directory=tmp_path / "run")
+    assert (finding.verdict, finding.fix) == ("ok", "")
 
 
 def test_mooncake_moves_ordinary_memory_and_an_arena() -> None:

@@ -161,6 +161,7 @@ def _state(life: Life) -> tuple[object, ...]:
         allocator.full.virtual_to_physical.data_ptr(),
         tuple(life.registered),
         life.host.free_bytes(),
+        life.life.reporter.pool_status().tokens,
     )
 
 

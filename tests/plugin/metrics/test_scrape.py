@@ -116,7 +116,9 @@ def test_a_port_in_use_is_named(lifecycle: PoolLifecycle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "host"), [(0, "192.0.2.1"), (0, "no.such.host.invalid"), (65536, "127.0.0.1")]
+    ("port", "host"),
+    # A name of two dots in a row, or with a label of more than 63 bytes, fails before it is looked up.
+    [(0, "192.0.2.1"), (0, "no.such.host.invalid"), (65536, "127.0.0.1"), (0, "é..b"), (0, "x" * 64)],
 )
 def test_an_address_that_is_not_ours_is_named(port: int, host: str) -> None:
     reporter = StatusReporter(Settings(), Timeline())
@@ -138,6 +140,19 @@ def test_another_address_is_served_when_it_is_asked_for() -> None:
             assert b"kvarena_pool_info" in answer.read()
     finally:
         made.close()
+
+
+def test_an_ipv6_address_is_one_that_a_browser_takes() -> None:
+    reporter = StatusReporter(Settings(), Timeline())
+    try:
+        server = serve_metrics(reporter, 0, "::1")
+    except MetricsPortError:
+        pytest.skip("no IPv6 here")
+    try:
+        with urllib.request.urlopen(f"http://{reporter.metrics_address}/metrics", timeout=10) as answer:
+            assert b"kvarena_pool_info" in answer.read()
+    finally:
+        server.close()
 
 
 def test_only_the_loopback_address_listens(lifecycle: PoolLifecycle) -> None:

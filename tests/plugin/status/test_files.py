@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from kvarena.errors import KvArenaError
 from kvarena.plugin.status.files import StatusFile, find
 from kvarena.plugin.status.identity import identity
 from kvarena.plugin.status.model import PoolStatus, ProcessIdentity, ProcessStatus
+from kvarena.plugin.status.view import render
+from rich.console import Console
 
 WRITER = """
 import sys, time
@@ -111,6 +114,30 @@ def test_another_format_is_named(directory: Path, ours: StatusFile) -> None:
     assert (found.state, found.why) == ("unreadable", "format 2, this kvarena reads 1")
 
 
+def test_another_format_is_named_whatever_its_shape(directory: Path, ours: StatusFile) -> None:
+    ours.path.write_bytes(b'{"format": 2, "process": 4711}')
+    (found,) = find(directory)
+    assert (found.state, found.why) == ("unreadable", "format 2, this kvarena reads 1")
+
+
+def test_sizes_below_nothing_are_no_status(directory: Path, ours: StatusFile) -> None:
+    ours.write(msgspec.structs.replace(_status(), pool=PoolStatus(state="serving", backed_bytes=-1)))
+    (found,) = find(directory)
+    assert found.state == "unreadable"
+    assert "backed_bytes" in found.why
+
+
+def test_an_active_size_beyond_the_reservation_fills_the_bar_and_no_more(
+    directory: Path, ours: StatusFile
+) -> None:
+    # A bar of that many cells would take all memory.
+    pool = PoolStatus(state="serving", reserved_bytes=1, active_bytes=1 << 62)
+    ours.write(msgspec.structs.replace(_status(), pool=pool))
+    out = io.StringIO()
+    Console(file=out, width=200).print(render(find(directory), directory))
+    assert out.getvalue().count("░") == 60
+
+
 def test_links_pipes_and_folders_are_not_followed(directory: Path, ours: StatusFile, tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.write_bytes(msgspec.json.encode(_status()))
@@ -128,6 +155,25 @@ def test_a_directory_that_others_can_enter_is_not_believed(directory: Path, ours
 
 def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert find(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("name", ["loop/kvarena", "x" * 300])
+def test_a_directory_that_cannot_be_looked_at_is_an_error(tmp_path: Path, name: str) -> None:
+    # As with the XDG_RUNTIME_DIR of another user, which root could enter.
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(KvArenaError, match="status files cannot be kept") as info:
+        find(tmp_path / name)
+    assert info.value.fix.startswith("Set KVARENA_SOCKET_DIR")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_that_its_owner_cannot_list_is_an_error(directory: Path, ours: StatusFile) -> None:
+    directory.chmod(0)
+    try:
+        with pytest.raises(KvArenaError, match="cannot be listed"):
+            find(directory)
+    finally:
+        directory.chmod(0o700)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_halves(directory: Path, ours: StatusFile) -> None:
