@@ -169,10 +169,17 @@ class PeerProcess:
         assert self._process.pid is not None
         return self._process.pid
 
-    def call(self, method: str, *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
-        """Call a method of the host over there; its exception is raised here."""
+    def call(self, method: str, *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
+        """Call a method of the host over there; its exception is raised here.
+
+        Raises
+        ------
+        TimeoutError
+            No answer; the process has been killed, as its answer would be taken for that of the next call.
+        """
         self._connection.send((method, args, kwargs))
         if not self._connection.poll(timeout):
+            self.kill()
             raise TimeoutError(f"the peer process did not answer {method} within {timeout:g} s")
         worked, answer = self._connection.recv()
         if not worked:
