@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest, HookManager
+from kvarena.plugin.announcements import Announcements, size_of
 from kvarena.plugin.closing import failures_of, raise_first
 from kvarena.plugin.composition import collect_refusals, make_engines, make_manager
 from kvarena.plugin.config import ConfigError, Settings
@@ -78,6 +78,7 @@ class PoolLifecycle:
         self._driver: Driver | None = None
         self._keeper: LedgerKeeper | None = None
         self.reporter = StatusReporter(settings, self.timeline, ledgers=lambda: self.ledgers, name=name)
+        self._announce = Announcements(self.manager, self.timeline, self.reporter, lambda: self.ledgers)
         self._metrics: MetricsServer | None = None
         if settings.metrics_port is not None:
             from kvarena.plugin.metrics import serve_metrics
@@ -165,8 +166,7 @@ class PoolLifecycle:
             undo.callback(self._drop_keeper)
             if self.manager.register(self._keeper, LedgerKeeper.plugin_name) is None:
                 raise ConfigError("nothing would keep the registrations in step with the pool.", fix=_UNBLOCK)
-            with self._noting_registrations():
-                self.manager.hook.kvarena_pool_reserved(pool=pool)
+            self._announce.reserved(pool)
             undo.pop_all()
         self.pool = pool
         self.reporter.begin(pool)
@@ -239,13 +239,15 @@ class PoolLifecycle:
             with self.timeline.timed("grown") as event:
                 pool.grow(total_bytes)
                 # Last to be undone: everyone hears which size stands.
-                transaction.undo(lambda: self._announce_finalized(pool), "announcing the old size")
+                transaction.undo(lambda: self._announce.again_finalized(pool), "announcing the old size")
                 transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
-                self._tell_size(self._resize_now(pool), transaction)
+                self._announce.tell_size(size_of(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
-            transaction.undo(lambda: self._announce_resizing(pool, before), "letting go of the new memory")
+            transaction.undo(
+                lambda: self._announce.again_resizing(pool, before), "letting go of the new memory"
+            )
             # Requests get pages in the new memory only once every engine knows it.
-            self._register(pool)
+            self._announce.finalized(pool)
             allocator.extend_capacity()
 
     def give_back(self, total_bytes: int, allocator: ElasticAllocator) -> None:
@@ -263,15 +265,14 @@ class PoolLifecycle:
         with Transaction() as transaction:
             allocator.shrink_capacity(total_bytes)
             transaction.undo(allocator.extend_capacity, "giving the allocators their old size")
-            transaction.undo(lambda: self._announce_finalized(pool), "registering the tail again")
-            with self._noting_registrations():
-                self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=total_bytes)
+            transaction.undo(lambda: self._announce.again_finalized(pool), "registering the tail again")
+            self._announce.resizing(pool, total_bytes)
             with self.timeline.timed("given_back") as event:
                 pool.give_back(total_bytes)
                 transaction.undo(lambda: pool.grow(before), "taking the memory again")
-                self._tell_size(self._resize_now(pool), transaction)
+                self._announce.tell_size(size_of(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
-            self._register(pool)
+            self._announce.finalized(pool)
 
     def close(self) -> None:
         """Tell everyone, let go of every region, then of the memory; a second call does nothing.
@@ -305,61 +306,18 @@ class PoolLifecycle:
         pool.check_finalize(resize)  # before anyone lets go of anything
         with Transaction() as transaction:
             # Last to be undone: when the sink is back, everyone hears of it and registers it.
-            transaction.undo(lambda: self._announce_reserved(pool), "announcing the sink")
+            transaction.undo(lambda: self._announce.again_reserved(pool), "announcing the sink")
             self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=0)
             with self.timeline.timed("finalized") as event:
                 pool.finalize_backing(resize)
                 transaction.undo(pool.revert_finalize, "backing the sink alone again")
                 allocator.resize(resize)
                 transaction.undo(allocator.revert_resize, "giving the allocators their old size")
-                self._tell_size(resize, transaction)
+                self._announce.tell_size(resize, transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             # First to be undone: nothing may stay registered over memory that goes.
-            transaction.undo(lambda: self._announce_resizing(pool, 0), "letting go of the new memory")
-            self._register(pool, resize)
-
-    def _tell_size(self, resize: PostCaptureKVResize, transaction: Transaction) -> None:
-        """Before the event, which the status is written after; what is taken back is untold."""
-        before = self.reporter.resize
-        self.reporter.resize = resize
-        transaction.undo(lambda: setattr(self.reporter, "resize", before), "telling the old size")
-
-    def _register(self, pool: UnifiedKVPool, resize: PostCaptureKVResize | None = None) -> None:
-        """Tell everyone the size: the one that was asked for, or else the pool's."""
-        resize = resize or self._resize_now(pool)
-        with self._noting_registrations():
-            self.manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
-
-    @contextmanager
-    def _noting_registrations(self) -> Iterator[None]:
-        """One event for each engine whose registrations the block has changed."""
-        before = [ledger.epoch for ledger in self.ledgers]
-        began = time.perf_counter()
-        yield
-        for ledger, epoch in zip(self.ledgers, before, strict=True):
-            if ledger.epoch == epoch:
-                continue
-            regions = ledger.regions
-            self.timeline.add(
-                "registered",
-                nbytes=ledger.registered_bytes,
-                address=regions[0].address if regions else None,
-                # Of all engines together: they are moved one after the other.
-                milliseconds=(time.perf_counter() - began) * 1e3,
-                engine=ledger.engine.name,
-                regions=len(regions),
-                epoch=ledger.epoch,
-            )
-
-    def _announce_reserved(self, pool: UnifiedKVPool) -> None:
-        raise_first(self.manager.call_every("kvarena_pool_reserved", pool=pool))
-
-    def _announce_finalized(self, pool: UnifiedKVPool) -> None:
-        resize = self._resize_now(pool)
-        raise_first(self.manager.call_every("kvarena_pool_finalized", pool=pool, resize=resize))
-
-    def _announce_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
-        raise_first(self.manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
+            transaction.undo(lambda: self._announce.again_resizing(pool, 0), "letting go of the new memory")
+            self._announce.finalized(pool, resize)
 
     def _stop_reporting(self) -> None:
         self.reporter.close()
@@ -376,9 +334,3 @@ class PoolLifecycle:
         if self.pool is None:
             raise KvArenaError("there is no pool.", fix="Call reserve first.")
         return self.pool
-
-    @staticmethod
-    def _resize_now(pool: UnifiedKVPool) -> PostCaptureKVResize:
-        from kvarena.pool import resize_for
-
-        return resize_for(pool, pool.total_bytes)
