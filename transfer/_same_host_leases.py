@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._copy import Int64
 from kvarena.transfer._same_host_intervals import highest
-from kvarena.transfer.errors import LeaseError, PageError
-from kvarena.transfer.pages import page_ids
+from kvarena.transfer.errors import LeaseError
+from kvarena.transfer.pages import leased_ids
 
 __all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
 
@@ -69,12 +69,7 @@ class LeasedPart:
     )
 
     def __init__(self, lease: PageLease, sub_pool: str, digest: bytes) -> None:
-        try:
-            pages = page_ids(lease.pages[sub_pool])
-        except PageError as error:
-            raise LeaseError(
-                lease.request, f"its pages of {sub_pool!r} are none: {str(error).rstrip('.')}"
-            ) from error
+        pages = leased_ids(lease.request, sub_pool, lease.pages[sub_pool])
         if pages.ndim != 1:
             raise LeaseError(lease.request, f"its pages of {sub_pool!r} are no list")
         self._pages = pages

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer.errors import LeaseError, PageError, QuiesceTimeout
-from kvarena.transfer.pages import page_ids
+from kvarena.transfer.errors import LeaseError, QuiesceTimeout
+from kvarena.transfer.pages import leased_ids, page_ids
 from kvarena.transfer.quiesce import Quiesce
 
 __all__ = ["Lease", "LeaseTable"]
@@ -64,12 +64,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
                 self.request, f"nothing of sub-pool {sub_pool!r} is leased, only {sorted(self.pages)}"
             )
         wanted = page_ids(pages).ravel()
-        try:
-            leased = page_ids(self.pages[sub_pool])
-        except PageError as error:
-            raise LeaseError(
-                self.request, f"its pages of {sub_pool!r} are none: {str(error).rstrip('.')}"
-            ) from error
+        leased = leased_ids(self.request, sub_pool, self.pages[sub_pool])
         outside = wanted[~np.isin(wanted, leased)]
         if outside.size:
             raise LeaseError(

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer.errors import PageError
+from kvarena.transfer.errors import LeaseError, PageError
 
-__all__ = ["PageCopies", "join_copies", "page_ids", "plan_page_copies"]
+__all__ = ["PageCopies", "join_copies", "leased_ids", "page_ids", "plan_page_copies"]
 
 Int64 = npt.NDArray[np.int64]
 _LAST_ADDRESS = np.iinfo(np.int64).max
@@ -118,6 +118,15 @@ def page_ids(ids: npt.ArrayLike, what: str = "page ids") -> Int64:
     if found.size and int(found.max()) > _LAST_ADDRESS:
         raise PageError(f"{what} go up to {int(found.max())}, past 2**63.")
     return np.array(found, _INT64, order="C")
+
+
+def leased_ids(request: str, sub_pool: str, ids: npt.ArrayLike) -> Int64:
+    """`page_ids` of a lease's sub-pool; raises `LeaseError` if they are none."""
+    try:
+        return page_ids(ids)
+    except PageError as error:
+        why = f"its pages of {sub_pool!r} are none: {str(error).rstrip('.')}"
+        raise LeaseError(request, why) from error
 
 
 def _array(ids: npt.ArrayLike, what: str) -> npt.NDArray[Any]:

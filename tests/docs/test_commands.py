@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from doc_pages import PAGES, ROOT, Command, commands
 from kvarena.plugin.cli import COMMANDS
-from kvarena.plugin.config import load_settings
+from kvarena.plugin.config import PREFIX, load_settings
 
 #: Commands that are not run here, by a pattern, and why.
 NOT_RUN = {
@@ -74,11 +74,13 @@ def test_arguments_and_settings_are_real(command: Command, place: Path) -> None:
     ours = {name: value for name, value in environ.items() if not name.startswith(OTHERS)}
     if "KVARENA_CONFIG" in ours:
         ours["KVARENA_CONFIG"] = str(place / ours["KVARENA_CONFIG"])
-    load_settings(ours)
+    settings = load_settings(ours)
+    for name in ours.keys() - {"KVARENA_CONFIG"}:
+        assert getattr(settings, name[len(PREFIX) :].lower()) is not None
     if not words or words[0].rpartition("/")[2] != "kvarena":
         return
     if "--help" not in words:
-        parser().parse_args(words[1:])
+        assert parser().parse_args(words[1:]).command == words[1]
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)

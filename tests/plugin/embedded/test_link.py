@@ -79,7 +79,7 @@ def test_silence_is_counted_from_the_last_message(hub: Hub, monkeypatch: pytest.
 
 def test_closing_twice_is_no_error(hub: Hub) -> None:
     spoke = Spoke(hub.address)
-    spoke.close()
-    spoke.close()
-    hub.close()
-    hub.close()
+    for socket_ in (spoke, hub):
+        socket_.close()
+        socket_.close()
+        assert socket_.raw.closed

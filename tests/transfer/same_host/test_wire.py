@@ -85,6 +85,7 @@ def test_a_server_survives_random_packets(server: SameHostEngine, packets: list[
         for data in packets:
             with contextlib.suppress(OSError):
                 wire.transmit(raw, data, [raw.fileno()] * fds)
+    assert still_serves(server)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,6 +104,7 @@ def test_a_server_survives_wellformed_nonsense_of_an_attached_peer(
         for kind, body in packets:
             with contextlib.suppress(OSError):
                 wire.transmit(raw, wire.encode(kind, body))
+    assert still_serves(server)
 
 
 def test_a_server_serves_after_all_of_it_and_leaks_nothing(server: SameHostEngine) -> None:
