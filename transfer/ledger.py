@@ -136,20 +136,6 @@ class RegistrationLedger:
         with self._transaction():
             self._apply((), tuple(r for r in regions if r.address not in self._held))
 
-    @contextmanager
-    def rebacking(self, within: Region | None = None) -> Iterator[None]:
-        """Withdraw these bytes for the block, in which their memory may be replaced.
-
-        A block that raises gets them back as they were: a transaction on the arena has then kept
-        the old memory. After one that ends well the caller moves the ledger to the new size.
-        """
-        taken = self.withdraw(within)
-        try:
-            yield
-        except BaseException:
-            self.restore(taken)
-            raise
-
     def clear(self) -> None:
         """Unregister everything, as far as possible.
 

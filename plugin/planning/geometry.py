@@ -171,8 +171,6 @@ class ModelGeometry:
         The dtype that the file wants its recurrent state in.
     mtp_layers : int
         Layers for multi-token prediction that the file mentions; not counted.
-    multimodal : bool
-        Whether the file has another tower beside the language model.
     notes : tuple of str
         What was assumed while reading.
     """
@@ -185,7 +183,6 @@ class ModelGeometry:
     kv_dtype: str | None = None
     state_dtype: str | None = None
     mtp_layers: int = 0
-    multimodal: bool = False
     notes: tuple[str, ...] = ()
 
     @property

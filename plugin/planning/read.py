@@ -85,7 +85,6 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
         kv_dtype=stated_kv_dtype(fields, config),
         state_dtype=state_dtype(fields),
         mtp_layers=_mtp_layers(fields),
-        multimodal=any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config")),
         notes=tuple(notes.lines),
     )
     return ReadModel(geometry, fields, tuple(kinds), config)

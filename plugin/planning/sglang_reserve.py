@@ -21,7 +21,6 @@ class Release:
     name: str
     post_capture_floor: int
     small_card_doubled: bool
-    mla_prefill_cap: int
     decode_capped_by_requests: bool
     vlm_fixed_after_capture: bool
     pp_prefill_capped: bool
@@ -31,14 +30,14 @@ class Release:
 RELEASES = {
     release.name: release
     for release in (
-        Release("0.5.16", 512, False, 2048, False, False, False),
-        Release("0.5.17", 512, False, 2048, False, False, False),
-        Release("0.5.18", 1536, False, 2048, False, False, False),
-        Release("0.5.19", 1536, False, 2048, False, False, True),
-        Release("0.5.20", 1536, True, 2048, False, True, True),
-        Release("0.5.21", 1536, True, 2048, False, True, True),
-        Release("0.5.22", 1536, True, 2048, True, True, True),
-        Release("0.5.23", 1536, True, 8192, True, True, True),
+        Release("0.5.16", 512, False, False, False, False),
+        Release("0.5.17", 512, False, False, False, False),
+        Release("0.5.18", 1536, False, False, False, False),
+        Release("0.5.19", 1536, False, False, False, True),
+        Release("0.5.20", 1536, True, False, True, True),
+        Release("0.5.21", 1536, True, False, True, True),
+        Release("0.5.22", 1536, True, True, True, True),
+        Release("0.5.23", 1536, True, True, True, True),
     )
 }
 

@@ -292,13 +292,13 @@ def test_listeners_hear_what_happened_in_order_rollbacks_too() -> None:
     ]
 
 
-class TestRebacking:
+class TestWithdrawing:
     def test_a_range_is_withdrawn_while_its_memory_is_replaced_and_registered_anew(self) -> None:
         engine = recording()
         ledger = RegistrationLedger(engine)
         ledger.move_to([at(0, 2 * MIB)], backed=at(0, 2 * MIB))
-        with ledger.rebacking():
-            assert engine.regions == ()
+        assert ledger.withdraw() == (at(0, 2 * MIB),)
+        assert engine.regions == ()
         # Even to the same size: the memory is another.
         ledger.move_to([at(0, 2 * MIB)], backed=at(0, 2 * MIB))
         assert ops(engine) == ["register", "unregister", "register"]
@@ -307,14 +307,9 @@ class TestRebacking:
         engine = recording()
         ledger = RegistrationLedger(engine)
         ledger.move_to([at(0, 2 * MIB), at(4 * MIB, MIB)], backed=at(0, 8 * MIB))
-
-        def replace_and_fail() -> None:
-            with ledger.rebacking(at(0, MIB)):
-                assert engine.regions == (at(4 * MIB, MIB),)
-                raise MemoryError
-
-        with pytest.raises(MemoryError):
-            replace_and_fail()
+        taken = ledger.withdraw(at(0, MIB))
+        assert engine.regions == (at(4 * MIB, MIB),)
+        ledger.restore(taken)
         assert ledger.regions == engine.regions == (at(0, 2 * MIB), at(4 * MIB, MIB))
 
 
