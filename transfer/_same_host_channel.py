@@ -47,6 +47,8 @@ class SocketLoop:
         self._each_tick = each_tick
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
+        # Those that are watched, or will be when the thread comes to it: a forked child has them all.
+        self._sockets: set[socket.socket] = set()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain)
         self._stopping = False
@@ -64,12 +66,16 @@ class SocketLoop:
         """Call `ready` with the events of a socket, from now on or with these events from now on."""
 
         def change() -> None:
+            if sock.fileno() < 0:  # forgotten meanwhile
+                self._sockets.discard(sock)
+                return
             with contextlib.suppress(ValueError, OSError):
                 try:
                     self._selector.modify(sock, events, ready)
                 except KeyError:
                     self._selector.register(sock, events, ready)
 
+        self._sockets.add(sock)
         self.call(change)
 
     def forget(self, sock: socket.socket) -> None:
@@ -79,6 +85,7 @@ class SocketLoop:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(sock)
             sock.close()
+            self._sockets.discard(sock)
 
         self.call(drop)
 
@@ -108,11 +115,9 @@ class SocketLoop:
     def leave_to_parent(self) -> None:
         """In a forked child: close the descriptors; nobody who is connected to the parent is told."""
         self._stopping = True
-        watched = [key.fileobj for key in (self._selector.get_map() or {}).values()]
         self._selector.close()  # first: to unregister anything would do so for the parent, too
-        for sock in watched:
-            if isinstance(sock, socket.socket):
-                sock.close()
+        for sock in self._sockets:
+            sock.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
 

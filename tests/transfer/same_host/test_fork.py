@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,15 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+def open_files() -> set[str]:
+    """What this process has descriptors of; each socket has a number there."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
 def test_a_child_that_closes_the_engine_ends_nothing_of_the_parent(
     sender: SameHost, receiver: RemoteHost
 ) -> None:
@@ -63,19 +74,38 @@ def test_in_a_child_the_engine_is_closed_and_says_so(sender: SameHost, receiver:
             sender.engine.connect(description)
         with pytest.raises(RegistrationError, match="closed"):
             sender.engine.register([])
-        assert not [fd for fd in os.listdir("/proc/self/fd") if is_socket(fd)]
-
-    def is_socket(fd: str) -> bool:
-        try:
-            return os.readlink(f"/proc/self/fd/{fd}") in before
-        except FileNotFoundError:  # that of the listing
-            return False
+        assert not before & open_files()
 
     before = {
         os.readlink(f"/proc/self/fd/{sock.fileno()}")
         for sock in (sender.engine._server._sock, sender.engine.peer(peer)._channel._sock)
     }
     assert in_child(work) == 0
+    sender.engine.submit(peer, [sender.base], [receiver.base], [MIB]).wait(10)
+
+
+def test_a_connection_that_the_engines_thread_has_not_come_to_is_let_go_too(
+    sender: SameHost, receiver: RemoteHost
+) -> None:
+    busy, free = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        busy.set()
+        free.wait(60)
+
+    sender.engine._loop.call(keep_busy)
+    assert busy.wait(60)
+    try:
+        peer = sender.engine.connect(receiver.describe())
+        ours = os.readlink(f"/proc/self/fd/{sender.engine.peer(peer)._channel._sock.fileno()}")
+
+        def work() -> None:
+            assert ours not in open_files()
+
+        assert ours in open_files()
+        assert in_child(work) == 0
+    finally:
+        free.set()
     sender.engine.submit(peer, [sender.base], [receiver.base], [MIB]).wait(10)
 
 
