@@ -139,7 +139,8 @@ def test_a_parents_death_is_noticed_though_a_child_of_it_lives(
         dying.process.call("admit", "here", lease)
         child = dying.process.call("fork")
         try:
-            dying.process.kill()
+            # Without waiting: what `kill` waits on, the child holds open, too.
+            os.kill(dying.process.pid, signal.SIGKILL)
             with pytest.raises(TransferFailed, match=r"died|closed"):
                 here.incoming[lease.serial].wait(30)
         finally:
