@@ -121,6 +121,17 @@ class DecodeServer:
         for sequence in self.batch.step():
             self._error(sequence, "the pool has no page left for its next token.")
 
+    def stop(self) -> None:
+        """Nothing more is to come.
+
+        Raises
+        ------
+        PeerLost
+            A prefill worker was lost, and no step has said so yet.
+        """
+        if self._lost:
+            raise self._leave()
+
     def close(self) -> None:
         """Drop all work and every connection; a second call does nothing."""
         for sequence in list(self.batch.running):

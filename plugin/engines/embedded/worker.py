@@ -152,6 +152,7 @@ class _Worker:
                     elif isinstance(message, (control.Grow, control.GiveBack)):
                         server.elastic.ask(message)
                     elif isinstance(message, control.Stop):
+                        server.stop()
                         return
                 server.step()
                 engine.note_batch(server.batch)

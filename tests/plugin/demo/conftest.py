@@ -52,6 +52,12 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="session")
+def endless() -> list[Request]:
+    """Far more than run at once, with long answers: whoever acts on the first is in the middle of them."""
+    return [Request(rid, prompt_tokens(TEXT[:30]), 200) for rid in range(24)]
+
+
+@pytest.fixture(scope="session")
 def make_demo() -> Callable[..., Demo]:
     def make(
         requests: list[Request],

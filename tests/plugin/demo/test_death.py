@@ -26,11 +26,10 @@ TIMEOUT_S = 4.0
 )
 def test_the_survivor_reports_and_frees(
     make_demo: Callable[..., Demo],
-    requests: list[Request],
+    endless: list[Request],
     victim: Role,
     survivor: Role,
 ) -> None:
-    long = [Request(rid, requests[-1].tokens, 32) for rid in range(6)]
     died: list[Role] = []
     stopped: dict[Role, control.Stopped] = {}
 
@@ -42,7 +41,7 @@ def test_the_survivor_reports_and_frees(
         if isinstance(message, control.Stopped):
             stopped[role] = message
 
-    demo = make_demo(long, timeout=TIMEOUT_S, on_event=watch)
+    demo = make_demo(endless, timeout=TIMEOUT_S, on_event=watch)
     report = demo.run()
 
     assert died

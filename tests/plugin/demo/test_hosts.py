@@ -60,9 +60,8 @@ def test_the_pair_recovers_from_a_lost_link(make_demo: Callable[..., Demo], requ
 
 @pytest.mark.usefixtures("two_hosts")
 def test_a_link_that_stays_down_is_reported_within_the_timeout(
-    make_demo: Callable[..., Demo], requests: list[Request]
+    make_demo: Callable[..., Demo], endless: list[Request]
 ) -> None:
-    long = [Request(rid, requests[-1].tokens, 32) for rid in range(6)]
     moved: list[Role] = []
     stopped: dict[Role, control.Stopped] = {}
 
@@ -74,7 +73,7 @@ def test_a_link_that_stays_down_is_reported_within_the_timeout(
 
     with TwoHosts(cut_s=600.0) as hosts:
         names = set(hosts.names.values())
-        demo = make_demo(long, timeout=TIMEOUT_S, hosts=hosts, on_event=watch)
+        demo = make_demo(endless, timeout=TIMEOUT_S, hosts=hosts, on_event=watch)
         report = demo.run()
 
     assert not report.ok

@@ -257,6 +257,22 @@ def test_decode_survives_a_prefill_worker_that_falls_silent(
     assert pair.results[77].reason == "error"
 
 
+def test_a_decode_worker_that_is_stopped_still_says_whom_it_has_lost(
+    make_engine: MakeEngine, make_pair: MakePair, texts: list[Request]
+) -> None:
+    pair = make_pair(make_engine(), make_engine())
+    pair.connect()
+    pair.decode.submit(Request(50, texts[1].tokens, 40))
+    pair.turn_until(lambda: bool(pair.decode.batch))
+    pair.decode.stop()
+
+    # What a lease that cannot be sent does; a step raises only when all that has arrived is decoded.
+    pair.decode._lose("it has closed its connection")
+    assert pair.decode.batch
+    with pytest.raises(PeerLost, match="a prefill worker is lost"):
+        pair.decode.stop()
+
+
 def test_prefill_survives_a_decode_worker_that_falls_silent(
     make_engine: MakeEngine, make_pair: MakePair, texts: list[Request]
 ) -> None:
