@@ -9,10 +9,7 @@
 # A run is compared with "stock" of the same call where there is one. FEW=1: few graph sizes. XARGS: more arguments.
 set -e
 N=$1; shift
-export TVM_FFI_CACHE_DIR=/tmp/jit/tvm TRITON_CACHE_DIR=/tmp/jit/triton FLASHINFER_WORKSPACE_BASE=/tmp/jit/fi
-export PYTHONUNBUFFERED=1 OUT=${OUT:-/tmp/out}
-. /tmp/env_$N.sh
-export PYTHONPATH=/tmp/under_test:$PYTHONPATH
+. tests/gpu/sglang/environment.sh
 D="python3 tests/gpu/sglang/drive.py"
 SIZES="--cuda-graph-max-bs-decode 32"
 [ -n "$FEW" ] && SIZES="--cuda-graph-bs-decode 1 2 4 8 16 32 --cuda-graph-bs-prefill 16 64 256 1024 2048"

@@ -4,10 +4,7 @@
 # NAME: c (SGLang 0.5.21) or d (0.5.23). XARGS: more arguments for all servers, e.g. "--moe-runner-backend triton".
 set -e
 N=$1; shift
-export TVM_FFI_CACHE_DIR=/tmp/jit/tvm TRITON_CACHE_DIR=/tmp/jit/triton FLASHINFER_WORKSPACE_BASE=/tmp/jit/fi
-export PYTHONUNBUFFERED=1 OUT=${OUT:-/tmp/out}
-. /tmp/env_$N.sh
-export PYTHONPATH=/tmp/under_test:$PYTHONPATH
+. tests/gpu/sglang/environment.sh
 date +%T
 python3 tests/gpu/sglang/same_host_pd.py "$@" -- --enable-unified-memory --cuda-graph-bs-decode 1 2 4 8 16 \
   --cuda-graph-bs-prefill 16 64 256 1024 2048 --chunked-prefill-size 2048 --max-running-requests 16 $XARGS

@@ -7,10 +7,7 @@
 #   pd      prefill on the first card, decode on the second, Mooncake over TCP, with kvarena
 set -e
 N=$1; shift
-export TVM_FFI_CACHE_DIR=/tmp/jit/tvm TRITON_CACHE_DIR=/tmp/jit/triton FLASHINFER_WORKSPACE_BASE=/tmp/jit/fi
-export PYTHONUNBUFFERED=1 OUT=${OUT:-/tmp/out}
-. /tmp/env_$N.sh
-export PYTHONPATH=/tmp/under_test:$PYTHONPATH
+. tests/gpu/sglang/environment.sh
 D="python3 tests/gpu/sglang/drive.py"
 ARGS="--cuda-graph-bs-decode 1 2 4 8 16 32 --cuda-graph-bs-prefill 16 64 256 1024 2048"
 ARGS="$ARGS --chunked-prefill-size 2048 --max-running-requests 32 --enable-unified-memory $XARGS"
