@@ -93,6 +93,13 @@ class Handles:
         return self._drop_stale()
 
     @property
+    def backed_bytes(self) -> int:
+        """Bytes from the base that have memory; asked for by every growth, so it builds no list."""
+        if self.intact and self.live:
+            return self.live[-1].offset + self.live[-1].nbytes
+        return sum(record.nbytes for record in self.live if record.mapped)
+
+    @property
     def maps_anything(self) -> bool:
         """Whether a handle is still mapped, be it a stale one."""
         return any(record.mapped for record in (*self.live, *self._stale))

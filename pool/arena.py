@@ -95,7 +95,7 @@ class Arena:
     @property
     def backed_bytes(self) -> int:
         """Bytes from the base that have memory; a multiple of the granularity."""
-        return sum(mapping.nbytes for mapping in self.mappings)
+        return self._handles.backed_bytes
 
     @property
     def seams(self) -> tuple[int, ...]:
