@@ -107,8 +107,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def plain_us(src_device: str, dst_device: str, nbytes: int, reps: int) -> float:
-    """A plain copy between ordinary allocations, waited for each time."""
+def plain_us(src_device: str, dst_device: str, nbytes: int, reps: int, *, in_flight: int = 1) -> float:
+    """A plain copy between ordinary allocations, waited for each time, or when that many are under way."""
     where = ["cpu" if device == "host" else device for device in (src_device, dst_device)]
     size = max(nbytes, min(GIB, 4 * nbytes))
     src = torch.empty(size, dtype=torch.uint8, device=where[0])
@@ -117,11 +117,12 @@ def plain_us(src_device: str, dst_device: str, nbytes: int, reps: int) -> float:
     places = size // nbytes
 
     def copy(index: int) -> None:
-        start = index % places * nbytes
-        dst[start : start + nbytes].copy_(src[start : start + nbytes], non_blocking=True)
+        for step in range(in_flight):
+            start = (index + step) % places * nbytes
+            dst[start : start + nbytes].copy_(src[start : start + nbytes], non_blocking=True)
         synchronize(src_device)
 
-    return median_us(copy, reps)
+    return median_us(copy, reps) / in_flight
 
 
 def move_rows(

@@ -50,6 +50,8 @@ from kvarena.transfer.protocol import Region
 from kvarena.transfer.same_host import SameHostEngine
 
 WAYS = ("admitted", "first seen", "shuffled", "after 1 ms of rest")
+WARM = 3
+IN_FLIGHT = 4
 
 
 def main() -> None:
@@ -222,11 +224,50 @@ def pages_case(
         print(f"      of these, until submitted {_median_us(submitted, starts):.1f} us")
         if way in ("admitted", "after 1 ms of rest"):
             row(f"{what}, until receiver knows", str(case), heard, case.nbytes, plain)
+    back_to_back(pipe, engine, peer, arena, case, seed, src_device, dst_device, what)
+
+
+def back_to_back(
+    pipe: Any,
+    engine: SameHostEngine,
+    peer: str,
+    arena: Arena,
+    case: Case,
+    seed: int,
+    src_device: str,
+    dst_device: str,
+    what: str,
+) -> None:
+    """As a busy pair sends: the next request's pages are submitted while those before are on their way."""
+    plain = plain_us(src_device, dst_device, case.nbytes, case.reps, in_flight=IN_FLIGHT)
+    rng = np.random.default_rng(seed)
+    places = arena.backed_bytes // case.page_bytes
+    sources = [rng.permutation(places)[: case.pages] for _ in range(8)]
+    fill(arena.tensor[: arena.backed_bytes], seed)
+    synchronize(src_device)
+    leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + len(WAYS))]
+    targets = [np.array(lease.pages["full"]) for lease in leases]
+    for lease in leases:
+        engine.admit(peer, lease)
+    pending = []
+    for index, lease in enumerate(leases):
+        if index == WARM:
+            began = time.perf_counter()
+        if index >= IN_FLIGHT:
+            pending[index - IN_FLIGHT].wait(30)
+        pending.append(engine.submit_pages(peer, sources[index % 8], targets[index], case.page_bytes, lease))
+    for one in pending[-IN_FLIGHT:]:
+        one.wait(30)
+    us = (time.perf_counter() - began) / (len(leases) - WARM) * 1e6
+    _, good = ask(pipe, "check pages", seed, sources, None)
+    wrong = "" if good else " WRONG BYTES"
+    row(f"plain copy, {IN_FLIGHT} under way", str(case), plain, case.nbytes, plain)
+    row(f"{what}, {IN_FLIGHT} under way{wrong}", str(case), us, case.nbytes, plain, case.target)
 
 
 def _median_us(ends: list[float], starts: list[float]) -> float:
-    """The first three warm everything up."""
-    return float(statistics.median(np.subtract(ends, starts)[3:])) * 1e6
+    """The first few warm everything up."""
+    return float(statistics.median(np.subtract(ends, starts)[WARM:])) * 1e6
 
 
 def receiver(pipe: Any, device: str, arena_bytes: int, directory: str) -> None:
@@ -254,7 +295,7 @@ def receiver(pipe: Any, device: str, arena_bytes: int, directory: str) -> None:
                 places = arena_bytes // case.page_bytes
                 leases = [
                     BenchLease(f"{case}", index, {"full": rng.permutation(places)[: case.pages].tolist()})
-                    for index in range(case.reps + 3)
+                    for index in range(case.reps + WARM)
                 ]
                 leases = [lease._replace(request=f"{lease.request} {seed}") for lease in leases]
                 incoming = [engine.expect(lease) for lease in leases]

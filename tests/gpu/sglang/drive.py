@@ -6,7 +6,7 @@
 
 Each run writes ``NAME.json`` (tokens, KV bytes, kvarena's own status) and ``NAME*.log`` into ``$OUT``. A
 comparison fails unless the sequential answers are equal token by token; bursts are compared when both
-runs were deterministic, since batches change roundings otherwise.
+runs were deterministic, since batches change roundings otherwise. ``PORT`` is where a single server listens.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Server:
 
 def single(arguments: argparse.Namespace) -> None:
     """One server."""
-    server = Server(arguments.name, arguments.model, 30000, arguments.rest, environment_of(arguments))
+    port = int(os.environ.get("PORT", "30000"))
+    server = Server(arguments.name, arguments.model, port, arguments.rest, environment_of(arguments))
     try:
         server.wait()
         answers = ask(lambda ids, _: server.post(body_of(ids)))

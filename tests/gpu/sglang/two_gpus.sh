@@ -21,7 +21,7 @@ stock) $D single ${N}_tpstock -- $TP;;
 tp)    python3 -c "import torch,time; x=torch.empty(${HOG:-20}<<30,dtype=torch.uint8,device='cuda:1'); torch.cuda.synchronize(); print('hog holds',x.numel(),flush=True); time.sleep(600)" & HOGPID=$!
        sleep 6; $D single ${N}_tp --kvarena -- $TP || true; told ${N}_tp; kill $HOGPID; [ ! -e $OUT/${N}_tpstock.json ] || $D compare ${N}_tpstock ${N}_tp;;
 fail)  FAILING_DEVICE=1 PYTHONPATH=/tmp/failing:$PYTHONPATH $D single ${N}_tpfail --kvarena -- $TP || true; told ${N}_tpfail; [ ! -e $OUT/${N}_tpstock.json ] || $D compare ${N}_tpstock ${N}_tpfail;;
-refuse) FAILING_DEVICE=1 FAILING_FOREVER=1 WAIT=90 PYTHONPATH=/tmp/failing:$PYTHONPATH $D single ${N}_tprefuse --kvarena -- $TP || true; told ${N}_tprefuse 24;;
+refuse) FAILING_DEVICE=1 FAILING_FOREVER=1 PYTHONPATH=/tmp/failing:$PYTHONPATH $D single ${N}_tprefuse --kvarena -- $TP || true; told ${N}_tprefuse 24;;
 pd)    $D pd ${N}_pd2 --kvarena --prefill "--base-gpu-id 0" --decode "--base-gpu-id 1" -- $ARGS; told ${N}_pd2_prefill 6; told ${N}_pd2_decode 6;;
 *) echo "no step $s"; exit 2;;
 esac; done
