@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import threading
+from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from kvarena.transfer._columns import Int64
 from kvarena.transfer._worker import PeerWorker
 
-__all__ = ["Description", "NixlPeer", "RemoteRegion", "status_of"]
+__all__ = ["Description", "NixlPeer", "Place", "RemoteRegion", "status_of"]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an agent's memory is; NIXL finds no registration of another kind, or on another device."""
+
+    memory: Literal["DRAM", "VRAM"]
+    device_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+    def rows(self, addresses: Int64, lengths: Int64) -> npt.NDArray[np.uint64]:
+        """Descriptors as NIXL takes them, shape (n, 3)."""
+        rows = np.empty((len(addresses), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, self.device_id
+        return rows
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
@@ -26,16 +43,18 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "nixl"
     agent: str
     connection: bytes
+    place: Place
     regions: tuple[RemoteRegion, ...]
 
 
 class NixlPeer:
     """A peer that this agent writes to."""
 
-    __slots__ = ("gone", "loaded", "worker")
+    __slots__ = ("gone", "loaded", "place", "worker")
 
-    def __init__(self, agent: str) -> None:
+    def __init__(self, agent: str, place: Place) -> None:
         self.worker = PeerWorker(f"nixl {agent}")
+        self.place = place
         self.loaded: set[int] = set()
         """Serials of the regions whose metadata NIXL has."""
         self.gone = threading.Event()

@@ -8,13 +8,13 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._columns import Int64, check_columns
-from kvarena.transfer._nixl_peer import Description, NixlPeer, RemoteRegion, status_of
+from kvarena.transfer._columns import check_columns
+from kvarena.transfer._nixl_peer import Description, NixlPeer, Place, RemoteRegion, status_of
 from kvarena.transfer._worker import Job
 from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed, TransferTimeout
 from kvarena.transfer.nixl_install import load_nixl, slow_path_reason
@@ -59,7 +59,7 @@ class NixlEngine:
     def __init__(
         self,
         *,
-        memory: str = "DRAM",
+        memory: Literal["DRAM", "VRAM"] = "DRAM",
         device_id: int = 0,
         vmm: bool = False,
         fabric: bool = False,
@@ -68,7 +68,7 @@ class NixlEngine:
     ) -> None:
         self.name = name
         self.memory = memory
-        self._device_id = device_id
+        self._place = Place(memory, device_id)
         self._timeout = timeout
         # UCX registers host memory by address, but of CUDA memory only the first handle of a range.
         self.capabilities = Capabilities(
@@ -144,6 +144,7 @@ class NixlEngine:
                 Description(
                     agent=self.agent_name,
                     connection=self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True),
+                    place=self._place,
                     regions=tuple(
                         RemoteRegion(*region, serial, self._agent.get_partial_agent_metadata(descriptors))
                         for region, serial, descriptors in self._held.values()
@@ -165,10 +166,9 @@ class NixlEngine:
         with self._lock:
             self._refuse_if_closed(theirs.agent)
             peer = self._peers.get(theirs.agent)
-            fresh = peer is None or peer.gone.is_set()
-            if peer is None or fresh:
+            if peer is None or peer.gone.is_set() or peer.place != theirs.place:
                 self.disconnect(theirs.agent)
-                peer = self._peers[theirs.agent] = NixlPeer(theirs.agent)
+                peer = self._peers[theirs.agent] = NixlPeer(theirs.agent, theirs.place)
         job = Job(self.name, theirs.agent, 0, lambda: self._load(peer, theirs))
         peer.worker.put(job)
         try:
@@ -192,12 +192,12 @@ class NixlEngine:
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Start writing; one descriptor an operation, and none may cross a seam."""
         sources, targets, counts = check_columns(self.name, peer, src, dst, lengths)
-        local, remote = self._descriptors(sources, counts), self._descriptors(targets, counts)
         self._refuse_if_closed(peer)
         with self._lock:
             known = self._peers.get(peer)
         if known is None or known.gone.is_set():
-            raise TransferFailed(self.name, peer, None, "not connected", operations=len(local))
+            raise TransferFailed(self.name, peer, None, "not connected", operations=len(sources))
+        local, remote = self._place.rows(sources, counts), known.place.rows(targets, counts)
         job = Job(self.name, peer, len(local), lambda: self._write(known, peer, local, remote))
         known.worker.put(job)
         return job
@@ -230,7 +230,7 @@ class NixlEngine:
         if why:
             raise RegistrationError(self.name, region, None, meaning=why)
         try:
-            descriptors = self._agent.register_memory([(*region, self._device_id, "")], self.memory)
+            descriptors = self._agent.register_memory([(*region, self._place.device_id, "")], self.memory)
         except Exception as error:
             raise RegistrationError(self.name, region, status_of(error), meaning=str(error)) from error
         self._held[region.address] = (region, next(self._serials), descriptors)
@@ -278,7 +278,7 @@ class NixlEngine:
             handle = self._agent.initialize_xfer(
                 "WRITE",
                 self._agent.get_xfer_descs(local, self.memory),
-                self._agent.get_xfer_descs(remote, self.memory),
+                self._agent.get_xfer_descs(remote, peer.place.memory),
                 agent,
             )
             state, pause = self._agent.transfer(handle), _FIRST_POLL_SECONDS
@@ -305,11 +305,6 @@ class NixlEngine:
             handle.release()
         except Exception as error:  # noqa: BLE001 - NIXL keeps it, and tries again at the end
             log.warning("%s: a transfer handle could not be released: %s", self.name, error)
-
-    def _descriptors(self, addresses: Int64, lengths: Int64) -> npt.NDArray[np.uint64]:
-        rows = np.empty((len(addresses), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, self._device_id
-        return rows
 
     def _refuse_if_closed(self, peer: str) -> None:
         if self._closed:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from kvarena.transfer import (
     EngineUnavailable,
@@ -77,6 +78,36 @@ class TestSlowPath:
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1
         assert "emulates" in warnings[0].message
+
+
+class TestTwoDevices:
+    """NIXL looks memory up by address, kind and device: each side's own."""
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[EngineHost, EngineHost]]:
+        engines = [Standalone(NixlEngine, device_id=device) for device in (1, 3)]
+        hosts = [EngineHost(engine, HostMemory, 64 * KIB, 64 * KIB) for engine in engines]
+        for host in hosts:
+            host.move_ledger()
+        yield hosts[0], hosts[1]
+        for host in hosts:
+            host.close()
+
+    def test_pages_go_from_one_to_the_other_and_back(self, pair: tuple[EngineHost, EngineHost]) -> None:
+        for source, target in (pair, pair[::-1]):
+            peer = source.engine.connect(target.describe())
+            source.write(0, b"from here")
+            source.engine.submit(peer, [source.base], [target.base + KIB], [9]).wait(20)
+            assert target.read(KIB, 9) == b"from here"
+
+    @pytest.mark.parametrize("wrong", [{"device_id": -1}, {"device_id": 1 << 31}, {"memory": "TAPE"}])
+    def test_a_peer_that_names_no_device_is_refused(
+        self, pair: tuple[EngineHost, EngineHost], wrong: dict[str, Any]
+    ) -> None:
+        told = msgspec.msgpack.decode(pair[1].describe())
+        told["place"] |= wrong
+        with pytest.raises(TransferFailed, match="not a NIXL description"):
+            pair[0].engine.connect(msgspec.msgpack.encode(told))
 
 
 class Spy:
