@@ -151,6 +151,7 @@ def launches(engine: SameHostEngine, base: int, rng: np.random.Generator) -> Non
     cost("idle cuStreamSynchronize", lambda _i: stream.synchronize())
     spaced("kernel launch only (one program)", stream, lambda: launcher.launch(1, base, base, address))
     spaced("stream store only", stream, lambda: stream.write(count, copier.ended))
+    spaced("two stream stores", stream, lambda: stream.write_both(count, copier.ended, count, copier.ended))
     one = rng.permutation(8192)[:1]
     ring, fd = Ring.make()
     os.close(fd)

@@ -54,7 +54,7 @@ class RanksDisagreeError(KvArenaError):
 
     def __init__(self, failures: Mapping[int, str], ranks: int) -> None:
         self.failures = dict(failures)
-        what = "; ".join(f"rank {rank}: {reason}" for rank, reason in self.failures.items())
+        what = "; ".join(f"rank {rank}: {reason.rstrip('.')}" for rank, reason in self.failures.items())
         super().__init__(
             f"{len(self.failures)} of {ranks} ranks could not size their pool: {what}.",
             fix="Give those ranks more memory, or lower what one request needs.",

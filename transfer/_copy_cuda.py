@@ -1,8 +1,8 @@
 """Copies between mapped arenas on CUDA: one gather-scatter kernel, on a stream of its own.
 
-A copy is one launch and one or two stores by the stream. The kernel reads its page ids straight from
-pinned host memory: no upload goes before it. Its end is a number in pinned memory: nobody has to ask the
-driver, and the process of the receiver sees it as soon as that of the sender.
+A copy is one launch and one or two stores by the stream, in one call. The kernel reads its page ids
+straight from pinned host memory: no upload goes before it. Its end is a number in pinned memory: nobody
+has to ask the driver, and the process of the receiver sees it as soon as that of the sender.
 """
 
 from __future__ import annotations
@@ -233,10 +233,11 @@ class CudaCopier:
     def _finish(self, number: int, signal: Signal | None) -> int:
         """All of a copy, or of a launch of it, is on the stream: let it count."""
         self._started = number
-        if signal is not None:
+        if signal is None:
+            self._stream.write(self._count, number)
+        else:
             word, value, _ = signal()
-            self._stream.write(word, value)
-        self._stream.write(self._count, number)
+            self._stream.write_both(word, value, self._count, number)
         return number
 
     def _launcher(self, page_bytes: int, aligned: bool) -> Launcher:

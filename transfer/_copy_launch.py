@@ -17,6 +17,9 @@ from kvarena.transfer.errors import EngineUnavailable
 __all__ = ["Device", "Launcher", "Stream", "check"]
 
 _SUCCESS, _NOT_READY = 0, 600
+# `CUstreamBatchMemOpParams` of cuda.h in words of 8 bytes: operation, address, value, flags, and what is
+# not used here. Flags 0: a fence over the whole system goes before each store.
+_STORE, _STORE_WORDS = 5, 6
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
@@ -58,7 +61,8 @@ class Device:
         self.uuid = _uuid(self.number)
         self._seen = ctypes.c_void_p()
         self._seen_at = ctypes.byref(self._seen)
-        self._get_current = self.calls.cuCtxGetCurrent
+        # Too short to let go of the interpreter for.
+        self._get_current = ctypes.PyDLL("libcuda.so.1").cuCtxGetCurrent
 
     def is_current(self) -> bool:
         """Whether this thread has the device's context. The caller locks."""
@@ -123,6 +127,10 @@ class Stream:
             calls.cuMemcpyDtoDAsync_v2,
             calls.cuStreamQuery,
         )
+        pair = (ctypes.c_uint64 * (2 * _STORE_WORDS))()
+        self._pair = memoryview(pair).cast("B").cast("Q")
+        self._pair[0] = self._pair[_STORE_WORDS] = _STORE
+        self._both, self._pair_at = calls.cuStreamBatchMemOp_v2, ctypes.byref(pair)
 
     def write(self, address: int, value: int) -> None:
         """When all before is done and visible everywhere, store 8 bytes. Raises `RuntimeError`."""
@@ -131,6 +139,14 @@ class Stream:
         code = self._write(self._pointer, self._target, self._value, 0)
         if code:
             raise _failed("cuStreamWriteValue64", code)
+
+    def write_both(self, first: int, value: int, second: int, other: int) -> None:
+        """Two of them in one call. Raises `RuntimeError`."""
+        pair = self._pair
+        pair[1], pair[2], pair[_STORE_WORDS + 1], pair[_STORE_WORDS + 2] = first, value, second, other
+        code = self._both(self._pointer, 2, self._pair_at, 0)
+        if code:
+            raise _failed("cuStreamBatchMemOp", code)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """The driver's own copy. Raises `RuntimeError`."""

@@ -124,7 +124,7 @@ def test_out_of_memory_backs_off(served: Any, runner_module: Any, caplog: pytest
     assert len(bound.arena.mappings) == 1
     assert runner.memory_pool_config.unified_memory_pool_bytes == bound.total_bytes
     assert bundle.allocator.available_size() > 0
-    assert "trying a budget" in caplog.text
+    assert "all ranks try again" in caplog.text
 
 
 def test_out_of_memory_for_good_is_an_error_and_everything_is_as_before(

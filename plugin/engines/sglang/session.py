@@ -156,10 +156,12 @@ class ResizeSession:
             self._budget = max(0, self._budget - self._less(error))
             self._lack = mine.failure
             logger.warning(
-                "kvarena: backing %d bytes failed on %s; trying a budget of %d bytes.",
+                "kvarena: backing %d bytes failed on %s; all ranks try again, this one offers %d bytes.",
                 int(config.unified_memory_pool_bytes),
                 ", ".join(
-                    f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure
+                    f"rank {rank}: {report.failure.rstrip('.')}"
+                    for rank, report in enumerate(reports)
+                    if report.failure
                 ),
                 self._budget,
             )

@@ -43,11 +43,11 @@ def test_every_rank_takes_the_minimum_of_tokens() -> None:
 
 
 def test_one_ranks_failure_is_every_ranks_with_its_reason() -> None:
-    for error in outcomes([4096, "out of memory: 8 bytes too few", 0]):
+    for error in outcomes([4096, "out of memory: 8 bytes too few.", 0]):
         assert isinstance(error, RanksDisagreeError)
-        assert error.failures == {1: "out of memory: 8 bytes too few", 2: "it has 0 tokens"}
+        assert error.failures == {1: "out of memory: 8 bytes too few.", 2: "it has 0 tokens"}
         assert "2 of 3 ranks" in str(error)
-        assert "rank 1: out of memory" in str(error)
+        assert "rank 1: out of memory: 8 bytes too few; rank 2: it has 0 tokens. Give" in str(error)
 
 
 def test_without_a_gather_the_values_are_all_there() -> None:
