@@ -205,7 +205,7 @@ def _decisions(events: Sequence[Event]) -> Iterator[Metric]:
     for reason, count in sorted(counts.items()):
         refusals.add_metric((reason,), count)
     yield refusals
-    seconds = [event.milliseconds / 1e3 for event in events if event.name == "finalized"]
+    seconds = [(event.milliseconds or 0.0) / 1e3 for event in events if event.name == "finalized"]
     bounds = (*_FINALIZE_BOUNDS_S, float("inf"))
     yield HistogramMetricFamily(
         "kvarena_finalize_seconds",

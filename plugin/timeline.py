@@ -23,8 +23,8 @@ class Event:
     """``reserved``, ``sink``, ``captured``, ``budget``, ``finalized``, ``registered``, ``grown``, ..."""
     nbytes: int | None
     address: int | None
-    milliseconds: float
-    """How long it took."""
+    milliseconds: float | None
+    """How long it took; None: it was not timed."""
     at_s: float
     """Seconds since the timeline began."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Timeline:
         *,
         nbytes: int | None = None,
         address: int | None = None,
-        milliseconds: float = 0.0,
+        milliseconds: float | None = None,
         level: int = logging.INFO,
         **details: Any,
     ) -> Event:
@@ -61,8 +61,9 @@ class Timeline:
         event = Event(name, nbytes, address, milliseconds, self.now_s, details)
         self.events.append(event)
         fields = {"bytes": nbytes, "address": None if address is None else hex(address)} | details
-        text = "".join(f"{key}={_quoted(value)} " for key, value in fields.items() if value is not None)
-        logger.log(level, "kvarena: %s %sms=%.3f", name, text, milliseconds)
+        fields["ms"] = None if milliseconds is None else f"{milliseconds:.3f}"
+        text = "".join(f" {key}={_quoted(value)}" for key, value in fields.items() if value is not None)
+        logger.log(level, "kvarena: %s%s", name, text)
         for listener in self.listeners:
             listener(event)
         return event

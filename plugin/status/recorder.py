@@ -77,7 +77,7 @@ class Recorder:
         with self._lock:
             samples = sorted([*self._steady, *self._marks], key=lambda each: each.at_s)
         events = [
-            EventMark(event.at_s, event.name, event.nbytes, event.milliseconds)
+            EventMark(event.at_s, event.name, event.nbytes, event.milliseconds or 0.0)
             for event in list(self._timeline.events)
         ]
         del events[_MOST_MARKS // 4 : -_MOST_MARKS * 3 // 4]

@@ -132,6 +132,14 @@ def test_what_is_registered_is_what_is_backed(finalized: Any, manager: Any) -> N
     assert not any(call[0] == "batch" for call in engine.calls)
 
 
+def test_the_log_says_how_long_each_step_took(finalized: Any, manager: Any) -> None:
+    # The lines said ms=0.000 for what nobody had timed.
+    manager(finalized).register_buffer_to_engine()
+    took = {event.name: event.milliseconds for event in finalized.bound.report.timeline.events}
+    assert set(took) == {"reserved", "sink", "registered"}
+    assert all(milliseconds > 0 for milliseconds in took.values()), took
+
+
 def test_the_status_file_says_registered_and_backed(
     rig: Any, manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,11 +77,11 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
         stock["post_capture_active"] = False
     original(self, **stock)
     floor_terms = getattr(self, "_bs1_floor_terms", None) or _floor_terms(self)
-    bound = _lay_over_arena(self, device, floor_terms)
+    bound, reserve_ms, sink_ms = _lay_over_arena(self, device, floor_terms)
     runtime.pools.append(bound)
     bound.on_close.append(lambda: runtime.manager.call_every("kvarena_pool_closing", pool=bound))
     try:
-        announce_reserved(bound)
+        announce_reserved(bound, reserve_ms=reserve_ms, sink_ms=sink_ms)
     except BaseException:
         runtime.pools.remove(bound)
         bound.close()
@@ -88,7 +89,10 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     bound.on_close.append(lambda: runtime.pools.remove(bound))
 
 
-def _lay_over_arena(pool: Any, device: Any, floor_terms: Sequence[tuple[str, int]]) -> BoundPool:
+def _lay_over_arena(
+    pool: Any, device: Any, floor_terms: Sequence[tuple[str, int]]
+) -> tuple[BoundPool, float, float]:
+    """The pool over an arena, and the milliseconds that the addresses and the sink took."""
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
@@ -99,9 +103,12 @@ def _lay_over_arena(pool: Any, device: Any, floor_terms: Sequence[tuple[str, int
         )
     raw_bytes = pool._raw.numel()  # the reservation and, up to 0.5.21, the tail that views may reach into
     sink = sink_bytes_of(pool)
+    began = time.perf_counter()
     arena = Arena(driver, raw_bytes)
+    reserved = time.perf_counter()
     try:
         arena.back(sink)
+        backed = time.perf_counter()
         _rebind(pool, arena.tensor[:raw_bytes], device)
         bound = BoundPool(pool, arena, sink_bytes=sink, floor_terms=floor_terms)
         if runtime.layer is Layer.HARDENED:
@@ -109,7 +116,7 @@ def _lay_over_arena(pool: Any, device: Any, floor_terms: Sequence[tuple[str, int
             pool._post_capture_owner = bound
             pool._accessible_bytes = sink
         _poison(pool, sink)
-        return bound
+        return bound, (reserved - began) * 1e3, (backed - reserved) * 1e3
     except BaseException:
         arena.close()
         raise

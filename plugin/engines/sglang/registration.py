@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
@@ -186,7 +187,7 @@ class KvRegistration:
         RegistrationError
             The engine refused; the memory of what it still holds must stay.
         """
-        held = self.ledger.registered_bytes
+        held, began = self.ledger.registered_bytes, time.perf_counter()
         with contextlib.ExitStack() as all_of_them:
             for ledger in (self.ledger, *self.others):
                 all_of_them.callback(ledger.clear)
@@ -195,21 +196,23 @@ class KvRegistration:
         if runtime.manager.is_registered(self):
             runtime.manager.unregister(self)
         if held:
-            self._report("unregistered", 0)
+            self._report("unregistered", 0, began)
 
     def _move(self) -> None:
         arena = self.bound.arena
         backed = Region(arena.base, arena.backed_bytes)
+        began = time.perf_counter()
         self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
         self._correct_lengths()
-        self._report("registered", self.ledger.registered_bytes)
+        self._report("registered", self.ledger.registered_bytes, began)
 
-    def _report(self, event: str, nbytes: int) -> None:
+    def _report(self, event: str, nbytes: int, began: float) -> None:
         if self.bound.report is not None:
             self.bound.report.timeline.add(
                 event,
                 nbytes=nbytes,
                 address=self.bound.arena.base,
+                milliseconds=(time.perf_counter() - began) * 1e3,
                 engine=self.ledger.engine.name,
                 backed=self.bound.arena.backed_bytes,
                 regions=len(self.ledger.regions),

@@ -62,14 +62,15 @@ def gpu_index(bound: BoundPool) -> int:
     return bound.device.index or 0
 
 
-def announce_reserved(bound: BoundPool) -> None:
+def announce_reserved(bound: BoundPool, *, reserve_ms: float, sink_ms: float) -> None:
     """A pool stands with its sink: start its report, and tell the hooks."""
     report = PoolReport(bound, runtime.settings or Settings(enable=True))
     bound.report = report
     bound.on_close.append(report.close)
     arena = bound.arena
-    report.timeline.add("reserved", nbytes=arena.reserved_bytes, address=arena.base)
-    report.timeline.add("sink", nbytes=arena.backed_bytes, address=arena.base, sink=bound.sink_bytes)
+    add = report.timeline.add
+    add("reserved", nbytes=arena.reserved_bytes, address=arena.base, milliseconds=reserve_ms)
+    add("sink", nbytes=arena.backed_bytes, address=arena.base, milliseconds=sink_ms, sink=bound.sink_bytes)
     runtime.manager.hook.kvarena_pool_reserved(pool=bound)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -251,7 +252,9 @@ class SameHostPath:
     def _move(self) -> None:
         arena = self.bound.arena
         backed = Region(arena.base, arena.backed_bytes)
+        began = time.perf_counter()
         self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
+        milliseconds = (time.perf_counter() - began) * 1e3
         card = Card.of(self.session, self._identity, self._engine.describe(), self.ledger.regions)
         card.write(self._directory)
         self._card = card
@@ -260,6 +263,7 @@ class SameHostPath:
                 "registered",
                 nbytes=self.ledger.registered_bytes,
                 address=arena.base,
+                milliseconds=milliseconds,
                 engine=self._engine.name,
                 backed=arena.backed_bytes,
                 regions=len(self.ledger.regions),
