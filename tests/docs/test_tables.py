@@ -175,8 +175,8 @@ def _lines_of_a_life(caplog: pytest.LogCaptureFixture) -> Iterator[tuple[str, se
         if record.name != "kvarena":
             continue
         _, _, line = record.getMessage().partition("kvarena: ")
-        before, _, _ = line.partition("=")
-        name = before.rpartition(" ")[0]
+        before, equals, _ = line.partition("=")
+        name = before.rpartition(" ")[0] if equals else line
         quoted = ast.literal_eval  # values with spaces are in double quotes
         keys, rest = set(), line[len(name) :].strip()
         while rest:
