@@ -88,6 +88,8 @@ def plan_page_copies(
     copies = PageCopies(
         src_base + src_first * page_bytes, dst_base + dst_first * page_bytes, count * page_bytes
     )
+    if not len(src_seams) and not len(dst_seams):
+        return copies
     return _split_at_seams(copies, _seams(src_seams), _seams(dst_seams))
 
 
@@ -159,15 +161,28 @@ def _runs(src: Int64, dst: Int64) -> tuple[Int64, Int64, Int64]:
     """First source page, first destination page and page count of each maximal run."""
     src_step, dst_step = np.diff(src), np.diff(dst)
     if not (src_step > 0).all() or not (dst_step > 0).all():
-        # Two pairs can be one copy only if they have the same distance between source and
-        # destination, so ordering by distance, then source, brings every run together.
-        order = np.lexsort((src, dst - src))
-        src, dst = src[order], dst[order]
-        src_step, dst_step = np.diff(src), np.diff(dst)
         _refuse_twice(dst)
+        src, dst = _by_distance(src, dst)
+        src_step, dst_step = np.diff(src), np.diff(dst)
     starts = np.concatenate(([0], np.flatnonzero((src_step != 1) | (dst_step != 1)) + 1))
     count = np.diff(np.append(starts, src.size))
     return src[starts], dst[starts], count
+
+
+def _by_distance(src: Int64, dst: Int64) -> tuple[Int64, Int64]:
+    """The pairs in an order that brings every run together.
+
+    Two pairs can be one copy only if they have the same distance between source and destination: so by
+    distance, then source.
+    """
+    distance = dst - src
+    if max(int(src.max()), int(dst.max())) < 1 << 31:
+        # Both in one word: sorting words takes an eighth of the time of ordering by two keys.
+        words = np.sort(distance << 32 | src)
+        src = words & 0xFFFFFFFF
+        return src, src + (words >> 32)
+    order = np.lexsort((src, distance))
+    return src[order], dst[order]
 
 
 def _refuse_twice(dst: Int64) -> None:

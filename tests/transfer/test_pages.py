@@ -62,6 +62,21 @@ def test_plans_move_every_page_in_the_fewest_copies(
         )
 
 
+@given(
+    pairs_of_pages,
+    st.sampled_from([0, (1 << 31) - 26, (1 << 31) - 1, 1 << 31, 1 << 40]),
+    st.sampled_from([0, (1 << 31) - 26, (1 << 31) - 1, 1 << 31, 1 << 40]),
+)
+def test_ids_of_any_size_make_the_same_plan(pairs: list[tuple[int, int]], far: int, away: int) -> None:
+    """Small ids are sorted in one word a pair, large ones by two keys."""
+    src, dst = [s for s, _ in pairs], [d for _, d in pairs]
+    near = plan_page_copies(0, src, 0, dst, PAGE)
+    there = plan_page_copies(0, [s + far for s in src], 0, [d + away for d in dst], PAGE)
+    assert near.lengths.tolist() == there.lengths.tolist()
+    assert (near.src + far * PAGE).tolist() == there.src.tolist()
+    assert (near.dst + away * PAGE).tolist() == there.dst.tolist()
+
+
 def test_runs_are_found_in_any_order() -> None:
     plan = plan_page_copies(0, [7, 3, 6, 5], 0, [17, 3, 16, 15], 16384)
     assert [column.tolist() for column in plan] == [
