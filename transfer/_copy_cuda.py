@@ -258,6 +258,8 @@ class CudaCopier:
 
 def _cut(src: Int64, dst: Int64, lengths: Int64, most: int) -> Int64:
     """Rows of (source, destination, bytes) that cover the same bytes, none longer than `most`."""
+    if int(lengths.max(initial=0)) <= most:  # pages, mostly
+        return np.stack((src, dst, lengths), axis=1)
     pieces = -(-lengths // most)
     index = np.repeat(np.arange(lengths.size), pieces)
     offset = (np.arange(index.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most

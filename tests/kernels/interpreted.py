@@ -69,12 +69,13 @@ def pages(page_bytes: int, aligned: bool) -> Outcome:
     )
 
 
-def spans(aligned: bool) -> Outcome:
-    """Ranges of several lengths, cut into programs as the copier cuts them."""
+def spans(aligned: bool, *, short: bool = False) -> Outcome:
+    """Ranges of several lengths, cut into programs as the copier cuts them; `short`: none needs it."""
     tuning = kernels.Tuning()
     word, span = kernels.span_cut(aligned, tuning)
     source, target, expected = memory(1 << 19, 1)
-    src, dst, lengths = np.array(SPANS[aligned], np.int64).T
+    chosen = [each for each in SPANS[aligned] if not short or each[2] <= span * word]
+    src, dst, lengths = np.array(chosen, np.int64).T
     rows = _cut(source.data_ptr() + src, target.data_ptr() + dst, lengths, span * word)
     rows[:, 2] //= word
     kernels._copy_spans[(len(rows),)](
@@ -84,12 +85,13 @@ def spans(aligned: bool) -> Outcome:
         SPAN_WORDS=span,
         EVICT=tuning.eviction,
     )
-    for start, end, nbytes in SPANS[aligned]:
+    for start, end, nbytes in chosen:
         expected[end : end + nbytes] = source[start : start + nbytes]
-    return Outcome(f"spans-{'aligned' if aligned else 'odd'}", len(rows), torch.equal(target, expected))
+    name = f"{'short-' if short else ''}spans-{'aligned' if aligned else 'odd'}"
+    return Outcome(name, len(rows), torch.equal(target, expected))
 
 
 if __name__ == "__main__":
     outcomes = [pages(nbytes, aligned) for nbytes in PAGE_BYTES for aligned in (True, False)]
-    outcomes += [spans(aligned) for aligned in (True, False)]
+    outcomes += [spans(aligned, short=short) for aligned in (True, False) for short in (True, False)]
     json.dump([asdict(outcome) for outcome in outcomes], sys.stdout)

@@ -34,11 +34,12 @@ def _triton() -> None:
 def test_every_byte_lands_where_it_should_and_no_other_changes() -> None:
     outcomes = _run("interpreted.py")
 
-    assert len(outcomes) == 26
+    assert len(outcomes) == 28
     assert [name for name, outcome in outcomes.items() if not outcome["right"]] == []
     # A page of 1 MiB takes several programs, as do spans that are longer than one.
     assert outcomes["pages-1048576-aligned"]["programs"] == 5 * 8
     assert outcomes["spans-aligned"]["programs"] == 1 + 1 + 3 + 2
+    assert outcomes["short-spans-aligned"]["programs"] == 1 + 1
 
 
 def test_the_kernels_compile_to_wide_accesses_without_spills() -> None:
