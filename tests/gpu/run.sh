@@ -2,10 +2,13 @@
 # On a GPU host, in the repository's root: everything that needs no SGLang, each step with a log in $OUT.
 #   bash tests/gpu/run.sh STEP...
 # Steps, with what they took on an H200 where that is known:
-#   site     wheels of .whl/ (msgspec, pyzmq, Mooncake cuda13; NIXL cu13 if it is there) into /tmp/site
-#   bench    bench/same_host.py (45 s)      floors   bench/arena.py, bench/transfer.py --memory cuda
-#   tests    all of tests/gpu but SGLang    demo     the pair on one card, by Mooncake and same-host, and the doctor
-#   cards    the pair on two cards: tests/gpu/embedded/test_two_cards.py
+#   site     wheels of $WHEELS (.whl; msgspec, pyzmq, rich, Mooncake cuda13, NIXL cu13) into /tmp/site; the last two
+#            are too large for one transfer, so it can be called again with another folder
+#   bench    bench/same_host.py (25 s; on two cards 50)
+#   floors   bench/arena.py (10 s) and bench/transfer.py --memory cuda (30 s)
+#   tests    all of tests/gpu but SGLang (135 s)
+#   demo     the pair on one card, by Mooncake and same-host, and the doctor (55 s)
+#   cards    the pair on two cards: tests/gpu/embedded/test_two_cards.py (75 s)
 # A step that fails does not stop the next; the exit status says whether any did.
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 export PYTHONPATH=/tmp/site:.types PYTHONUNBUFFERED=1 MC_LOG_LEVEL=ERROR
@@ -22,7 +25,7 @@ step() { # NAME SECONDS COMMAND...
     tail -n "${TAIL:-4}" "$OUT/$name.log" | cut -c1-300
 }
 for s in "$@"; do case $s in
-site)   step site 60 $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl;;
+site)   step site 60 $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site "${WHEELS:-.whl}"/*.whl;;
 bench)  TAIL=60 step same_host 120 $PYTHON bench/same_host.py;;
 floors) TAIL=12 step arena 60 $PYTHON bench/arena.py --device cuda
         TAIL=24 step transfer 150 $PYTHON bench/transfer.py --memory cuda --rounds 3;;
