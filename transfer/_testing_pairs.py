@@ -59,7 +59,12 @@ class EnginePairs:
     timeout: ClassVar[float] = 20.0
     """Seconds within which a transfer of a few MiB ends, and within which a dead peer is noticed."""
     leak_allowance: ClassVar[tuple[int, int, int]] = (2, 16, 0)
-    """File descriptors, mappings and threads by which three engines may change the process."""
+    """Descriptors, mappings and threads by which three engines, or eight connections, may change a process."""
+
+    @classmethod
+    def make_host(cls) -> EngineHost:
+        """An engine and its memory, in this process."""
+        return EngineHost(cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
 
     @pytest.fixture
     def pair(self, kvarena_sides: Sides) -> Iterator[Pair]:
@@ -69,12 +74,12 @@ class EnginePairs:
         made: list[EngineHost | RemoteHost] = []
 
         def make_target() -> EngineHost | RemoteHost:
-            made.append(EngineHost(*args) if cls.in_process else RemoteHost(sides.process(), *args))
+            made.append(cls.make_host() if cls.in_process else RemoteHost(sides.process(), *args))
             return made[-1]
 
         if cls.reuses_engines:
             if sides.source is None:
-                sides.source = EngineHost(*args)
+                sides.source = cls.make_host()
             if sides.target is None or not sides.target.process.alive:
                 sides.target = RemoteHost(sides.process(), *args)
             pair = Pair(sides.source, sides.target, make_target)
@@ -84,7 +89,7 @@ class EnginePairs:
                 sides.target = pair.target
                 sides.target.renew()
         else:
-            source = EngineHost(*args)
+            source = cls.make_host()
             made.append(source)
             try:
                 yield Pair(source, make_target(), make_target)
