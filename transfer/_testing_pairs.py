@@ -59,7 +59,7 @@ class EnginePairs:
     timeout: ClassVar[float] = 20.0
     """Seconds within which a transfer of a few MiB ends, and within which a dead peer is noticed."""
     leak_allowance: ClassVar[tuple[int, int, int]] = (2, 16, 0)
-    """Descriptors, mappings and threads by which three engines, or eight connections, may change a process."""
+    """Descriptors, mappings and threads by which three engines or eight connections may change a process."""
 
     @classmethod
     def make_host(cls) -> EngineHost:

@@ -34,8 +34,5 @@ class TestMooncakeEngine(TransferEngineContract):
 class TestNixlEngine(TransferEngineContract):
     engine_factory = Standalone(NixlEngine, timeout=10)
     reuses_engines = True
-    leak_allowance = (
-        10,
-        16,
-        0,
-    )  # of each peer that was disconnected, UCX keeps a socket while its agent lives
+    # Of each peer that was disconnected, UCX keeps a socket for as long as the agent lives.
+    leak_allowance = (10, 16, 0)

@@ -70,7 +70,8 @@ def test_an_engine_that_breaks_the_contract_is_told_so(site: Path, tmp_path: Pat
         "from kvarena.transfer.testing import Standalone, TransferEngineContract\n"
         "for engine in sloppy_engines.ALL:\n"
         "    members = {'engine_factory': Standalone(engine), 'timeout': 2.0}\n"
-        "    globals()['Test' + engine.__name__] = type(engine.__name__, (TransferEngineContract,), members)\n"
+        "    name = f'Test{engine.__name__}'\n"
+        "    globals()[name] = type(name, (TransferEngineContract,), members)\n"
     )
     faults = dict(re.findall(r"class (\w+)\(SocketEngine\):\n    \"\"\"(\w+):", SLOPPY.read_text()))
     good = "test_an_empty_batch_ends_well"
