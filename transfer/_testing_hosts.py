@@ -285,7 +285,7 @@ class Sides:
     def __init__(self) -> None:
         self.processes: list[PeerProcess] = []
         self.source: EngineHost | None = None
-        self.target: RemoteHost | None = None
+        self.target: EngineHost | RemoteHost | None = None
 
     def process(self) -> PeerProcess:
         """One that lives."""
@@ -295,8 +295,9 @@ class Sides:
 
     def close(self) -> None:
         """End everything."""
-        if self.source is not None:
-            self.source.close()
+        for host in (self.source, self.target):
+            if isinstance(host, EngineHost):  # the others end with their process
+                host.close()
         for process in self.processes:
             process.close()
 

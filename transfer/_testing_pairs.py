@@ -70,24 +70,26 @@ class EnginePairs:
     def pair(self, kvarena_sides: Sides) -> Iterator[Pair]:
         """A source here and a target there, nothing registered."""
         cls, sides = type(self), kvarena_sides
-        args = (cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
+        # Of another size: nothing may take its own arena for the peer's.
+        args = (cls.engine_factory, cls.memory_factory, 2 * cls.reserved_bytes, cls.backed_bytes)
         made: list[EngineHost | RemoteHost] = []
 
         def make_target() -> EngineHost | RemoteHost:
-            made.append(cls.make_host() if cls.in_process else RemoteHost(sides.process(), *args))
+            made.append(EngineHost(*args) if cls.in_process else RemoteHost(sides.process(), *args))
             return made[-1]
 
         if cls.reuses_engines:
             if sides.source is None:
                 sides.source = cls.make_host()
-            if sides.target is None or not sides.target.process.alive:
-                sides.target = RemoteHost(sides.process(), *args)
+            if sides.target is None or (
+                isinstance(sides.target, RemoteHost) and not sides.target.process.alive
+            ):
+                sides.target = make_target()
             pair = Pair(sides.source, sides.target, make_target)
             yield pair
             sides.source.renew()
-            if isinstance(pair.target, RemoteHost):
-                sides.target = pair.target
-                sides.target.renew()
+            sides.target = pair.target
+            sides.target.renew()
         else:
             source = cls.make_host()
             made.append(source)

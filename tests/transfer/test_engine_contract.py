@@ -26,6 +26,12 @@ def test_a_recorded_transfer_wants_its_sources_registered_too(
     source.submit(peer, [4096], [4096], [64]).wait()
 
 
+class TestRecordingEngineReused(TransferEngineContract):
+    engine_factory = Standalone(RecordingEngine)
+    in_process = True
+    reuses_engines = True
+
+
 class TestMooncakeEngine(TransferEngineContract):
     engine_factory = Standalone(MooncakeEngine, timeout=5)
     reuses_engines = True  # closing one takes Mooncake a second
