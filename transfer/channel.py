@@ -80,12 +80,15 @@ class PageChannel:
 
     def hello(self) -> bytes:
         """For the control plane; to be sent again whenever the ledger's epoch has changed."""
+        # First: if the ledger moves meanwhile, what is said here is said to be older than it is, and a
+        # lease of the new epoch waits for the next hello.
+        epoch = self.ledger.epoch
         return msgspec.msgpack.encode(
             Hello(
                 engine=self.engine.name,
                 description=self.engine.describe(),
                 manifest=self.manifest,
-                epoch=self.ledger.epoch,
+                epoch=epoch,
                 seams=self.ledger.seams,
                 pages={name: (pages.address, pages.num_pages) for name, pages in self._pages().items()},
             )
@@ -140,7 +143,7 @@ class PageChannel:
         LeaseError
             A page is not leased, the lease was revoked, or it is newer than the peer's last hello.
         PageError
-            A page does not exist.
+            A page or a sub-pool does not exist.
         TransferFailed
             The engine refused; names the request, so that the receiver can be told at once.
         QuiesceTimeout
@@ -210,6 +213,7 @@ class PageChannel:
         if revoked:
             raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
         for name, (_, dst) in moves.items():
+            self.manifest.sub_pool(name)
             lease.check(name, dst, epoch=theirs.epoch)
         try:
             if self.leased is not None:

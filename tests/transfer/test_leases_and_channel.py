@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from kvarena.transfer import (
     ArenaPages,
@@ -75,13 +77,39 @@ class TestLeaseTable:
         assert table.complete("a", first.serial) == first
         table.grant("c", {"full": [1, 2]}, epoch=1)
 
-    @pytest.mark.parametrize("pages", [{"full": [3, 3]}, {"full": [-1]}])
-    def test_pages_that_make_no_sense_are_not_leased(self, pages: dict[str, list[int]]) -> None:
+    @pytest.mark.parametrize(
+        "pages",
+        [
+            {"full": [3, 3]},
+            {"full": [-1]},
+            {"full": [1 << 63]},
+            {"full": [1.5]},
+            {"full": ["x"]},
+            {"full": np.array([[3, 4]])},
+            {"full": np.array([0.5])},
+        ],
+    )
+    def test_pages_that_make_no_sense_are_not_leased(self, pages: dict[str, Any]) -> None:
         table = LeaseTable()
         with pytest.raises(LeaseError):
             table.grant("a", {"swa": [1], **pages}, epoch=1)
         assert table.active == ()
         table.grant("b", {"swa": [1]}, epoch=1)
+
+    def test_a_lease_is_the_same_whatever_its_pages_came_in(self) -> None:
+        ids = [5, 1 << 40, (1 << 63) - 1]
+        for pages in (
+            ids,
+            tuple(ids),
+            np.array(ids),
+            iter(ids),
+            dict.fromkeys(ids),
+            np.array(ids, np.uint64),
+        ):
+            table = LeaseTable()
+            lease = table.grant("a", {"full": pages}, epoch=np.int64(1))
+            assert lease == Lease(request="a", serial=1, epoch=1, pages={"full": tuple(ids)})
+            assert Lease.decode(lease.encode()) == lease
 
     def test_a_request_has_one_lease(self) -> None:
         table = LeaseTable()
@@ -228,6 +256,33 @@ def test_what_may_not_be_written_never_reaches_the_engine(
         prefill.channel.send(peer, lease, moves)
     assert submitted(prefill.ledger.engine) == 0
     assert prefill.gate.in_flight == 0
+
+
+def test_a_sub_pool_that_does_not_exist_is_refused(make_side: Callable[..., Side]) -> None:
+    prefill, decode = make_side(), make_side()
+    lease = decode.leases.grant("r", {"ghost": [7]}, epoch=decode.ledger.epoch)
+    peer = prefill.channel.connect(decode.channel.hello())
+    with pytest.raises(PageError, match="no sub-pool 'ghost', only"):
+        prefill.channel.send(peer, lease, {"ghost": PageMoves([1], [7])})
+    assert prefill.gate.in_flight == 0
+
+
+def test_a_hello_that_is_said_while_the_ledger_moves_is_not_taken_for_newer_than_it_is(
+    make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_side(), make_side()
+    describe = decode.ledger.engine.describe
+
+    def describe_and_move() -> bytes:
+        said = describe()
+        decode.ledger.move_to([decode.memory.backed._replace(nbytes=32 * PAGE)], backed=decode.memory.backed)
+        return said
+
+    monkeypatch.setattr(decode.ledger.engine, "describe", describe_and_move)
+    peer = prefill.channel.connect(decode.channel.hello())
+    lease = decode.leases.grant("r", {"full": [7]}, epoch=decode.ledger.epoch)
+    with pytest.raises(LeaseError, match="known as of epoch 1"):
+        prefill.channel.send(peer, lease, {"full": PageMoves([1], [7])})
 
 
 def test_a_leased_page_that_has_no_memory_is_refused(make_side: Callable[..., Side]) -> None:
