@@ -62,6 +62,18 @@ class TransferContract(EnginePairs):
             pending.wait(self.timeout)
         assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
 
+    def test_the_columns_are_the_callers_again_after_submitting(self, ready: Pair) -> None:
+        peer, piece = ready.connect(), self.backed_bytes // 4
+        first = ready.submit(peer, (piece, piece, 3 * piece))  # so that the next one has to wait
+        offsets = np.arange(0, piece, 128)
+        src, dst = ready.source.base + offsets, ready.target.base + offsets
+        lengths = np.full_like(offsets, 128)
+        pending = ready.source.engine.submit(peer, src, dst, lengths)
+        src[:], dst[:], lengths[:] = ready.source.base + piece, ready.target.base + piece, 1
+        for each in (first, pending):
+            each.wait(self.timeout)
+        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+
     def test_more_operations_than_a_batch_takes(self, ready: Pair) -> None:
         limit = ready.source.engine.capabilities.max_batch or 4096
         count = min(limit + 1, self.backed_bytes // 64)

@@ -81,4 +81,4 @@ def test_an_engine_that_breaks_the_contract_is_told_so(site: Path, tmp_path: Pat
     outcomes = set(re.findall(r"^(FAILED|PASSED) .*::Test(\w+)::(\w+)", result.stdout, re.MULTILINE))
     assert {("FAILED", *fault) for fault in faults.items()} <= outcomes, result.stdout
     assert {("PASSED", name, good) for name in faults} <= outcomes
-    assert len(faults) == 18
+    assert len(faults) == 19

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,6 +157,21 @@ class Lenient(SocketEngine):
         return super().submit(peer, src, dst, [max(0, int(length)) for length in lengths])
 
 
+class Borrows(SocketEngine):
+    """test_the_columns_are_the_callers_again_after_submitting: it looks at them when it comes to it."""
+
+    def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Any:
+        pending = super().submit(peer, [], [], [])
+        connection, sender = self._peers[peer]
+
+        def later() -> None:
+            time.sleep(0.01)
+            self._send(connection, peer, [*zip(map(int, src), map(int, dst), map(int, lengths), strict=True)])
+
+        pending._future = sender.submit(later)
+        return pending
+
+
 class Patient(SocketEngine):
     """test_a_peer_that_stands_still_keeps_nobody: it waits for ever."""
 
@@ -168,6 +184,10 @@ class Patient(SocketEngine):
 
 class Early(SocketEngine):
     """test_written_pages_arrive_and_no_other_byte_changes: it is done before it is."""
+
+    def _send(self, connection: Any, peer: str, operations: list[tuple[int, int, int]]) -> None:
+        time.sleep(0.5)
+        super()._send(connection, peer, operations)
 
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Any:
         pending = super().submit(peer, src, dst, lengths)
