@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from kvarena.transfer._testing_pairs import EnginePairs, Pair, pattern
 from kvarena.transfer.errors import RegistrationError, TransferFailed
+from kvarena.transfer.pages import plan_page_copies
 
 __all__ = ["RegistrationContract"]
 
@@ -84,6 +86,30 @@ class RegistrationContract(EnginePairs):
             assert pair.target.read(half, 64) == bytes(64)
         else:
             assert pair.target.read(half - 64, 128) == pattern(1, self.backed_bytes)[half - 64 : half + 64]
+
+    def test_pages_arrive_though_each_side_has_other_seams(self, pair: Pair) -> None:
+        pages = self.backed_bytes // self.page_bytes
+        borders = {pair.source: (5, pages // 2 + 1), pair.target: (3, pages // 3, pages - 7)}
+        seams = []
+        for host, inside in borders.items():
+            ends = [border * self.page_bytes + 8 for border in inside] + [self.backed_bytes]
+            starts = [0, *ends[:-1]]
+            host.register(*((start, end - start) for start, end in zip(starts, ends, strict=True)))
+            seams.append([host.base + start for start in starts[1:]])
+        pair.source.write(0, pattern(1, self.backed_bytes))
+        ids = np.arange(pages - 1)
+        plan = plan_page_copies(
+            pair.source.base,
+            ids,
+            pair.target.base,
+            ids + 1,
+            self.page_bytes,
+            src_seams=seams[0],
+            dst_seams=seams[1],
+        )
+        pair.source.engine.submit(pair.connect(), *plan).wait(self.timeout)
+        sent = pattern(1, self.backed_bytes)[: -self.page_bytes]
+        assert pair.target.read(0, self.backed_bytes) == bytes(self.page_bytes) + sent
 
     @pytest.mark.parametrize("unknown", ["never", "inside", "longer", "shorter"])
     def test_what_was_not_registered_is_not_unregistered(self, pair: Pair, unknown: str) -> None:
