@@ -150,23 +150,19 @@ class PageChannel:
             The registration was being replaced all the time.
         """
         self.ledger.gate.enter(gate_timeout)
+        transfer = _Gated(self.engine.name, peer, lease.request, self.ledger)
         try:
-            pending = self._submit(peer, lease, moves)
+            pending = self._submit(peer, self._enter(peer, lease, transfer), lease, moves)
             nbytes = sum(
                 np.size(dst) * self.manifest.sub_pool(name).page_bytes for name, (_, dst) in moves.items()
             )
-            transfer = _Gated(pending, lease.request, self.ledger, nbytes)
+            transfer.begin(pending, nbytes)
         except BaseException as error:
+            transfer.give_up()
             if isinstance(error, TransferFailed):
                 self.ledger.traffic.failed()
-            self.ledger.gate.leave()
             raise
         self.ledger.traffic.submitted()
-        key = (peer, lease.request, lease.serial)
-        with self._lock:
-            self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
-            for other in [other for other, sent in self._sent.items() if all(one.ended for one in sent)]:
-                del self._sent[other]
         return transfer
 
     def admit(self, peer: str, lease: Lease) -> None:
@@ -204,14 +200,21 @@ class PageChannel:
             except TransferFailed:
                 continue
 
-    def _submit(self, peer: str, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
+    def _enter(self, peer: str, lease: Lease, transfer: _Gated) -> Hello:
+        """Let `revoke` know of a transfer before it begins: then either this is refused, or that waits."""
+        key = (peer, lease.request, lease.serial)
         with self._lock:
             theirs = self._peers.get(peer)
-            revoked = (peer, lease.request, lease.serial) in self._revoked
-        if theirs is None:
-            raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
-        if revoked:
-            raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+            if theirs is None:
+                raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
+            if key in self._revoked:
+                raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+            self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
+            for other in [other for other, sent in self._sent.items() if all(one.ended for one in sent)]:
+                del self._sent[other]
+        return theirs
+
+    def _submit(self, peer: str, theirs: Hello, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
         for name, (_, dst) in moves.items():
             self.manifest.sub_pool(name)
             lease.check(name, dst, epoch=theirs.epoch)
@@ -248,16 +251,27 @@ class PageChannel:
 class _Gated:
     """A transfer that leaves the gate when it has ended, and whose failure names its request."""
 
-    def __init__(self, pending: Pending, request: str, ledger: RegistrationLedger, nbytes: int) -> None:
-        self._pending = pending
+    def __init__(self, engine: str, peer: str, request: str, ledger: RegistrationLedger) -> None:
+        self._engine = engine
+        self._peer = peer
         self._request = request
         self._gate = ledger.gate
         self._traffic = ledger.traffic
-        self._nbytes = nbytes
+        self._nbytes = 0
         self._lock = threading.Lock()
+        # Until then it is about to begin; None after that: it did not.
+        self._begun = threading.Event()
+        self._pending: Pending | None = None
         self.ended = False
 
+    def begin(self, pending: Pending, nbytes: int) -> None:
+        """It is under way."""
+        self._pending, self._nbytes = pending, nbytes
+        self._begun.set()
+
     def done(self) -> bool:
+        if self._pending is None:
+            return self.ended
         try:
             ended = self._pending.done()
         except TransferFailed as error:
@@ -268,6 +282,10 @@ class _Gated:
         return ended
 
     def wait(self, timeout: float | None = None) -> None:
+        if not self._begun.wait(timeout):
+            raise TransferTimeout(self._engine, self._peer, timeout or 0.0, request=self._request)
+        if self._pending is None:
+            return
         try:
             self._pending.wait(timeout)
         except TransferFailed as error:
@@ -285,6 +303,11 @@ class _Gated:
             self.ended = True
         self._gate.leave()
         return True
+
+    def give_up(self) -> None:
+        """It will not begin."""
+        self.forget()
+        self._begun.set()
 
     def _count_bytes(self) -> None:
         if self.forget():

@@ -417,6 +417,39 @@ class TestInFlight:
         prefill.channel.send(peer, again, self.MOVES)
         assert prefill.gate.in_flight == 1
 
+    def test_revoking_waits_for_what_is_just_being_submitted(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It found the lease good, and writes in a moment: the receiver must not be told yet."""
+        prefill, _, engine, lease, peer = sides
+        submit = engine.submit
+
+        def revoked_meanwhile(*arguments: Any) -> Pending:
+            with pytest.raises(TransferTimeout):
+                prefill.channel.revoke(peer, "r", lease.serial, timeout=0.01)
+            return submit(*arguments)
+
+        monkeypatch.setattr(engine, "submit", revoked_meanwhile)
+        pending = prefill.channel.send(peer, lease, self.MOVES)
+        engine.held[0].ended.set()
+        prefill.channel.revoke(peer, "r", lease.serial, timeout=1)
+        assert pending.done()
+        assert prefill.gate.in_flight == 0
+
+    def test_revoking_does_not_wait_for_what_was_refused(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, _, engine, lease, peer = sides
+
+        def refuse(*_: Any) -> Pending:
+            raise TransferFailed("holding", peer, -1, "no")
+
+        monkeypatch.setattr(engine, "submit", refuse)
+        with pytest.raises(TransferFailed):
+            prefill.channel.send(peer, lease, self.MOVES)
+        assert prefill.gate.in_flight == 0
+        prefill.channel.revoke(peer, "r", lease.serial, timeout=0)
+
     def test_a_registration_is_not_replaced_under_a_transfer(
         self, sides: tuple[Side, Side, HoldingEngine, Lease, str]
     ) -> None:
