@@ -20,6 +20,10 @@ from kvarena.transfer.protocol import Pending
 __all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
 
 
+# How many revoked leases are remembered, so that nothing is written under them when they come late.
+_REMEMBERED = 1 << 16
+
+
 class ArenaPages(NamedTuple):
     """Where a sub-pool's pages are: the part of a manifest that two sides need not share."""
 
@@ -74,7 +78,7 @@ class PageChannel:
         self.manifest = manifest
         self._pages = pages
         self._peers: dict[str, Hello] = {}
-        self._revoked: set[tuple[str, str, int]] = set()
+        self._revoked: dict[tuple[str, str, int], None] = {}
         self._sent: dict[tuple[str, str, int], list[_Gated]] = {}
         self._lock = threading.Lock()
 
@@ -124,7 +128,7 @@ class PageChannel:
         self.engine.disconnect(peer)
         with self._lock:
             self._peers.pop(peer, None)
-            self._revoked = {lease for lease in self._revoked if lease[0] != peer}
+            self._revoked = {lease: None for lease in self._revoked if lease[0] != peer}
             gone = [lease for lease in self._sent if lease[0] == peer]
             pending = [transfer for lease in gone for transfer in self._sent.pop(lease)]
         for transfer in pending:
@@ -192,7 +196,9 @@ class PageChannel:
         """
         key = (peer, request, serial)
         with self._lock:
-            self._revoked.add(key)
+            self._revoked[key] = None
+            if len(self._revoked) > _REMEMBERED:
+                del self._revoked[next(iter(self._revoked))]
             pending = list(self._sent.get(key, ()))
         for transfer in pending:
             try:

@@ -29,6 +29,7 @@ from kvarena.transfer import (
     TransferFailed,
     TransferTimeout,
 )
+from kvarena.transfer import channel as channel_module
 from kvarena.transfer.testing import FailingEngine, HostMemory
 
 PAGE = 4096
@@ -435,6 +436,17 @@ class TestInFlight:
         prefill.channel.revoke(peer, "r", lease.serial, timeout=1)
         assert pending.done()
         assert prefill.gate.in_flight == 0
+
+    def test_the_last_that_were_revoked_are_remembered(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, _, _, lease, peer = sides
+        monkeypatch.setattr(channel_module, "_REMEMBERED", 2)
+        for request in ("x", "y", "r"):
+            prefill.channel.revoke(peer, request, lease.serial)
+        assert [request for _, request, _ in prefill.channel._revoked] == ["y", "r"]
+        with pytest.raises(LeaseError, match="was revoked"):
+            prefill.channel.send(peer, lease, self.MOVES)
 
     def test_revoking_does_not_wait_for_what_was_refused(
         self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
