@@ -92,7 +92,7 @@ class RegistrationContract(EnginePairs):
         borders = {pair.source: (5, pages // 2 + 1), pair.target: (3, pages // 3, pages - 7)}
         seams = []
         for host, inside in borders.items():
-            ends = [border * self.page_bytes + 8 for border in inside] + [self.backed_bytes]
+            ends = [border * self.page_bytes + 4096 for border in inside] + [self.backed_bytes]
             starts = [0, *ends[:-1]]
             host.register(*((start, end - start) for start, end in zip(starts, ends, strict=True)))
             seams.append([host.base + start for start in starts[1:]])
