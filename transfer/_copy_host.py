@@ -103,6 +103,7 @@ class HostCopier:
         after: int | None = None,
     ) -> int:
         """See `Copier.copy_spans`."""
+        src, dst, lengths = src.copy(), dst.copy(), lengths.copy()  # the caller's again when this returns
         return self._start(lambda: _move_runs(*_runs(src, dst, lengths)), signal)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ __all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
 LeaseKey = tuple[str, int]
 """Request and serial."""
 
+_WHOLE = "has been written whole"
 # Leases that ended are remembered, so that nothing is written under them again.
 _REMEMBERED = 1 << 16
 # Pages up to here are looked up in a map of that many bytes.
@@ -212,8 +213,10 @@ class SentLeases:
         key = (lease.request, lease.serial)
         parts = self._open.get(key)
         if parts is None:
-            if key in self._ended:
-                raise LeaseError(lease.request, f"lease {lease.serial} {self._ended[key]}")
+            ended = self._ended.get(key)
+            # A sub-pool of which nothing is leased may come after the last page of the others.
+            if ended is not None and (pages.size or ended != _WHOLE):
+                raise LeaseError(lease.request, f"lease {lease.serial} {ended}")
             parts = self._parts(lease)
         part = parts.get(sub_pool)
         if part is None:
@@ -221,7 +224,8 @@ class SentLeases:
                 lease.request, f"nothing of sub-pool {sub_pool!r} is leased, only {sorted(parts)}"
             )
         part.take(lease.request, sub_pool, pages)
-        self._open[key] = parts
+        if key not in self._ended:
+            self._open[key] = parts
         return part
 
     def taken(self, lease: PageLease) -> None:
@@ -229,7 +233,7 @@ class SentLeases:
         key = (lease.request, lease.serial)
         parts = self._open.get(key)
         if parts is not None and all(part.is_written for part in parts.values()):
-            self._end(key, "has been written whole")
+            self._end(key, _WHOLE)
 
     def end(self, key: LeaseKey, why: str) -> None:
         """Nothing more may be written under it."""

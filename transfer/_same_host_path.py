@@ -78,6 +78,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
     """
     if not is_name(name):
         raise SocketPathError(name, "is no name for a socket", fix="Use letters, digits, dots and dashes.")
+    directory = Path(os.path.abspath(directory))  # peers, and we at the end, may be elsewhere
     path = directory / f"{name}.sock"
     if len(os.fsencode(path)) > _PATH_BYTES:
         raise SocketPathError(

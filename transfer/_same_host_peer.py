@@ -129,6 +129,11 @@ class Peer:
         """Why it cannot be written to any more."""
         return self._remote.gone
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it can be written to, as far as its end of the connection tells."""
+        return self.gone is None and not self._is_hung_up()
+
     def listen(self) -> None:
         """Follow what the peer says from now on."""
         self._channel.start()

@@ -112,6 +112,14 @@ class Peers:
                     return known.name
                 why = known.gone or f"it did not export epoch {wanted.epoch} within {timeout:g} s"
                 raise PeerRefused(wanted.name, "unreachable", why)
+            if known is not None and known.is_live:
+                # In another directory; or the description is of an earlier life of it.
+                raise PeerRefused(
+                    wanted.name,
+                    "name",
+                    "a live peer of that name is connected, and it is another one",
+                    fix="Give every engine of a host its own name, and connect to its newest description.",
+                )
             if known is not None:
                 known.close("it was started anew")
             peer = attach(

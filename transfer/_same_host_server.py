@@ -83,6 +83,7 @@ class Server:
         self._host = host
         self._sessions: set[_Session] = set()
         self._silent: dict[_Session, None] = {}
+        self._closed = False
         # Given up to take a connection off the queue, and drop it, when there is no other one left.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         sock.setblocking(False)
@@ -100,6 +101,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and end every connection; the peers unmap what they have."""
+        self._closed = True
         with contextlib.suppress(OSError):
             if os.lstat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
@@ -134,6 +136,8 @@ class Server:
         self._sessions.add(session)
         self._silent[session] = None
         session.channel.start()
+        if self._closed:  # meanwhile, and who closes may not have seen this one
+            session.channel.close("the engine was closed")
         if len(self._silent) > _MOST_SILENT:
             self._drop_silent()
 

@@ -11,9 +11,10 @@ __all__ = ["FailingEngine"]
 
 
 class FailingEngine:
-    """Passes every call on, but for those that it is told to refuse.
+    """Passes every call of `TransferEngine` on, but for those that it is told to refuse.
 
     A refused call never reaches the engine beneath, as if that had refused it and stayed as it was.
+    What an engine has beyond that protocol is hidden: one that takes leased pages is given addresses.
 
     Parameters
     ----------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 
 import pytest
 from kvarena.transfer._testing_hosts import EngineHost, RemoteHost
-from kvarena.transfer._testing_memory import leftovers
 from kvarena.transfer._testing_pairs import Pair, pattern
 from kvarena.transfer._testing_registration import RegistrationContract
 from kvarena.transfer._testing_transfers import TransferContract
@@ -60,40 +61,49 @@ class TransferEngineContract(RegistrationContract, TransferContract):
         ready.submit(ready.connect(), (0, 0, 16)).wait(self.timeout)
 
     def test_a_closed_engine_refuses_and_closes_again(self, ready: Pair) -> None:
-        cls = type(self)
-        source = EngineHost(cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
-        source.move_ledger()
-        pair = Pair(source, ready.target, ready.make_target)
-        peer = pair.connect()
-        pair.submit(peer, (0, 0, 16)).wait(self.timeout)
-        source.engine.close()
-        source.engine.close()
-        with pytest.raises(TransferFailed):
+        with contextlib.closing(self.make_host()) as source:
+            source.move_ledger()
+            pair = Pair(source, ready.target, ready.make_target)
+            peer = pair.connect()
             pair.submit(peer, (0, 0, 16)).wait(self.timeout)
-        with pytest.raises(RegistrationError):
-            source.register((0, 4096))
-        source.close()
+            source.engine.close()
+            source.engine.close()
+            with pytest.raises(TransferFailed):
+                pair.submit(peer, (0, 0, 16)).wait(self.timeout)
+            with pytest.raises(RegistrationError):
+                source.register((0, 4096))
 
-    def test_engines_that_were_closed_leave_nothing(self) -> None:
-        cls = type(self)
-        args = (cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
-
+    def test_peers_that_were_disconnected_leave_nothing(self, ready: Pair) -> None:
         def once() -> None:
-            host = EngineHost(*args)
-            host.move_ledger()
-            host.close()
+            peer = ready.connect()
+            ready.submit(peer, (0, 0, 4096)).wait(self.timeout)
+            ready.source.engine.disconnect(peer)
 
+        self._leaves_nothing(once, 8, ready.source, ready.target)
+
+    def test_engines_that_were_closed_leave_nothing(self, ready: Pair) -> None:
+        def once() -> None:
+            with contextlib.closing(self.make_host()) as source:
+                source.move_ledger()
+                pair = Pair(source, ready.target, ready.make_target)
+                pair.submit(pair.connect(), (0, 0, 4096)).wait(self.timeout)
+
+        self._leaves_nothing(once, 3, ready.source, ready.target)
+
+    def _leaves_nothing(self, once: Callable[[], None], times: int, *hosts: EngineHost | RemoteHost) -> None:
         once()  # what a library loads or starts once is no leak
-        before = leftovers()
-        for _ in range(3):
+        before = [host.leftovers() for host in hosts]
+        for _ in range(times):
             once()
-        grown = [after - past for after, past in zip(_settled(before), before, strict=True)]
-        assert all(more <= most for more, most in zip(grown, cls.leak_allowance, strict=True)), grown
-
-
-def _settled(before: tuple[int, int, int]) -> tuple[int, int, int]:
-    """What is left once threads that are ending have ended."""
-    deadline = time.monotonic() + 5
-    while (after := leftovers())[2] > before[2] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return after
+        deadline = time.monotonic() + 5
+        while True:  # threads and connections that are ending may take a moment
+            grown = [
+                tuple(after - past for after, past in zip(host.leftovers(), then, strict=True))
+                for host, then in zip(hosts, before, strict=True)
+            ]
+            if all(
+                more <= most for each in grown for more, most in zip(each, self.leak_allowance, strict=True)
+            ):
+                return
+            assert time.monotonic() < deadline, f"descriptors, mappings and threads grew by {grown}"
+            time.sleep(0.02)

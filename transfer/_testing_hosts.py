@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvarena.transfer._testing_memory import leftovers
 from kvarena.transfer.ledger import RegistrationLedger
 from kvarena.transfer.protocol import Region, TransferEngine
 
@@ -133,6 +134,15 @@ class EngineHost:
         """Take bytes from the memory."""
         return self.memory.read(offset, nbytes)
 
+    def write_to(self, description: bytes, address: int, offset: int, nbytes: int, timeout: float) -> None:
+        """Connect to another engine, and write bytes from `offset` on to one of its addresses."""
+        peer = self.engine.connect(description)
+        self.engine.submit(peer, [self.base + offset], [address], [nbytes]).wait(timeout)
+
+    def leftovers(self) -> tuple[int, int, int]:
+        """Of the process that it is in."""
+        return leftovers()
+
     def renew(self) -> int:
         """Take every registration back and begin with new memory, on the same engine; returns its base."""
         self.ledger.clear()
@@ -253,6 +263,13 @@ class RemoteHost:
         data: bytes = self.process.call("read", offset, nbytes)
         return data
 
+    def write_to(self, description: bytes, address: int, offset: int, nbytes: int, timeout: float) -> None:
+        self.process.call("write_to", description, address, offset, nbytes, timeout)
+
+    def leftovers(self) -> tuple[int, int, int]:
+        counts: tuple[int, int, int] = self.process.call("leftovers")
+        return counts
+
     def renew(self) -> int:
         self.base = self.process.call("renew")
         return self.base
@@ -268,7 +285,7 @@ class Sides:
     def __init__(self) -> None:
         self.processes: list[PeerProcess] = []
         self.source: EngineHost | None = None
-        self.target: RemoteHost | None = None
+        self.target: EngineHost | RemoteHost | None = None
 
     def process(self) -> PeerProcess:
         """One that lives."""
@@ -278,8 +295,9 @@ class Sides:
 
     def close(self) -> None:
         """End everything."""
-        if self.source is not None:
-            self.source.close()
+        for host in (self.source, self.target):
+            if isinstance(host, EngineHost):  # the others end with their process
+                host.close()
         for process in self.processes:
             process.close()
 

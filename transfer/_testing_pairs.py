@@ -59,13 +59,19 @@ class EnginePairs:
     timeout: ClassVar[float] = 20.0
     """Seconds within which a transfer of a few MiB ends, and within which a dead peer is noticed."""
     leak_allowance: ClassVar[tuple[int, int, int]] = (2, 16, 0)
-    """File descriptors, mappings and threads by which three engines may change the process."""
+    """Descriptors, mappings and threads by which three engines or eight connections may change a process."""
+
+    @classmethod
+    def make_host(cls) -> EngineHost:
+        """An engine and its memory, in this process."""
+        return EngineHost(cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
 
     @pytest.fixture
     def pair(self, kvarena_sides: Sides) -> Iterator[Pair]:
         """A source here and a target there, nothing registered."""
         cls, sides = type(self), kvarena_sides
-        args = (cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
+        # Of another size: nothing may take its own arena for the peer's.
+        args = (cls.engine_factory, cls.memory_factory, 2 * cls.reserved_bytes, cls.backed_bytes)
         made: list[EngineHost | RemoteHost] = []
 
         def make_target() -> EngineHost | RemoteHost:
@@ -74,17 +80,18 @@ class EnginePairs:
 
         if cls.reuses_engines:
             if sides.source is None:
-                sides.source = EngineHost(*args)
-            if sides.target is None or not sides.target.process.alive:
-                sides.target = RemoteHost(sides.process(), *args)
+                sides.source = cls.make_host()
+            if sides.target is None or (
+                isinstance(sides.target, RemoteHost) and not sides.target.process.alive
+            ):
+                sides.target = make_target()
             pair = Pair(sides.source, sides.target, make_target)
             yield pair
             sides.source.renew()
-            if isinstance(pair.target, RemoteHost):
-                sides.target = pair.target
-                sides.target.renew()
+            sides.target = pair.target
+            sides.target.renew()
         else:
-            source = EngineHost(*args)
+            source = cls.make_host()
             made.append(source)
             try:
                 yield Pair(source, make_target(), make_target)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from kvarena.transfer._testing_pairs import EnginePairs, Pair, pattern
 from kvarena.transfer.errors import RegistrationError, TransferFailed
+from kvarena.transfer.pages import plan_page_copies
 
 __all__ = ["RegistrationContract"]
 
@@ -49,6 +51,7 @@ class RegistrationContract(EnginePairs):
         with pytest.raises(RegistrationError):
             pair.target.register((3 * quarter, 4096), (3 * quarter, 4096))
         pair.target.register((3 * quarter, 4096))
+        self._still_usable(pair, 0, quarter)
 
     def test_one_call_unregisters_all_or_nothing(self, pair: Pair) -> None:
         quarter = self.backed_bytes // 4
@@ -83,6 +86,30 @@ class RegistrationContract(EnginePairs):
             assert pair.target.read(half, 64) == bytes(64)
         else:
             assert pair.target.read(half - 64, 128) == pattern(1, self.backed_bytes)[half - 64 : half + 64]
+
+    def test_pages_arrive_though_each_side_has_other_seams(self, pair: Pair) -> None:
+        pages = self.backed_bytes // self.page_bytes
+        borders = {pair.source: (5, pages // 2 + 1), pair.target: (3, pages // 3, pages - 7)}
+        seams = []
+        for host, inside in borders.items():
+            ends = [border * self.page_bytes + 4096 for border in inside] + [self.backed_bytes]
+            starts = [0, *ends[:-1]]
+            host.register(*((start, end - start) for start, end in zip(starts, ends, strict=True)))
+            seams.append([host.base + start for start in starts[1:]])
+        pair.source.write(0, pattern(1, self.backed_bytes))
+        ids = np.arange(pages - 1)
+        plan = plan_page_copies(
+            pair.source.base,
+            ids,
+            pair.target.base,
+            ids + 1,
+            self.page_bytes,
+            src_seams=seams[0],
+            dst_seams=seams[1],
+        )
+        pair.source.engine.submit(pair.connect(), *plan).wait(self.timeout)
+        sent = pattern(1, self.backed_bytes)[: -self.page_bytes]
+        assert pair.target.read(0, self.backed_bytes) == bytes(self.page_bytes) + sent
 
     @pytest.mark.parametrize("unknown", ["never", "inside", "longer", "shorter"])
     def test_what_was_not_registered_is_not_unregistered(self, pair: Pair, unknown: str) -> None:
@@ -124,6 +151,64 @@ class RegistrationContract(EnginePairs):
         with pytest.raises(TransferFailed):
             pair.submit(peer, (0, half, 4096)).wait(self.timeout)
         assert pair.target.read(half, half) == bytes(half)
+
+    @pytest.mark.parametrize("end", ["head", "tail"])
+    def test_a_write_that_is_partly_outside_is_refused(self, pair: Pair, end: str) -> None:
+        quarter = self.backed_bytes // 4
+        pair.target.register((quarter, quarter))
+        pair.source.register((0, self.backed_bytes))
+        pair.source.write(0, b"x" * 128)
+        offset = quarter - 64 if end == "head" else 2 * quarter - 64
+        with pytest.raises(TransferFailed):
+            pair.submit(pair.connect(), (0, offset, 128)).wait(self.timeout)
+        outside = offset if end == "head" else 2 * quarter
+        assert pair.target.read(outside, 64) == bytes(64)
+
+    def test_a_batch_of_which_one_write_is_outside_is_refused(self, pair: Pair) -> None:
+        half = self.backed_bytes // 2
+        pair.target.register((0, half))
+        pair.source.register((0, self.backed_bytes))
+        pair.source.write(0, b"x" * 64)
+        with pytest.raises(TransferFailed):
+            pair.submit(pair.connect(), (0, 0, 64), (0, half + 64, 64), (0, 64, 64)).wait(self.timeout)
+        assert pair.target.read(half, half) == bytes(half)
+
+    def test_a_region_that_was_replaced_by_a_longer_one_is_usable(self, pair: Pair) -> None:
+        half = self.backed_bytes // 2
+        for host in (pair.source, pair.target):
+            host.register((0, half))
+        pair.source.write(0, pattern(1, self.backed_bytes))
+        pair.submit(pair.connect(), (0, 0, half)).wait(self.timeout)
+        for host in (pair.source, pair.target):
+            host.unregister((0, half))
+            host.register((0, self.backed_bytes))
+        pair.submit(pair.connect(), (0, 0, self.backed_bytes)).wait(self.timeout)
+        assert pair.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+
+    def test_a_tail_that_was_taken_back_is_not_written(self, pair: Pair) -> None:
+        half = self.backed_bytes // 2
+        pair.target.register((0, half), (half, half))
+        pair.source.register((0, self.backed_bytes))
+        pair.source.write(0, pattern(1, self.backed_bytes))
+        pair.submit(pair.connect(), (0, 0, 64), (0, half, 64)).wait(self.timeout)
+        pair.target.unregister((half, half))
+        with pytest.raises(TransferFailed):
+            pair.submit(pair.connect(), (64, half, 64)).wait(self.timeout)
+        assert pair.target.read(half, 64) == pattern(1, self.backed_bytes)[:64]
+        pair.submit(pair.connect(), (64, 0, 64)).wait(self.timeout)
+        assert pair.target.read(0, 64) == pattern(1, self.backed_bytes)[64:128]
+
+    def test_what_a_sender_registers_after_connecting_can_be_sent(self, pair: Pair) -> None:
+        """Who grows alone has no news for the peer, and gets none: nobody connects again."""
+        half = self.backed_bytes // 2
+        pair.target.register((0, self.backed_bytes))
+        pair.source.register((0, half))
+        pair.source.write(0, pattern(1, self.backed_bytes))
+        peer = pair.connect()
+        pair.submit(peer, (0, 0, half)).wait(self.timeout)
+        pair.source.register((half, half))
+        pair.submit(peer, (half, half, half)).wait(self.timeout)
+        assert pair.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
 
     def test_nothing_is_written_after_unregistering(self, ready: Pair) -> None:
         ready.connect()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
+import threading
 
 import numpy as np
 import pytest
+from kvarena.transfer._testing_hosts import RemoteHost
 from kvarena.transfer._testing_pairs import EnginePairs, Pair, ends, pattern, some_pages
-from kvarena.transfer.errors import TransferFailed
+from kvarena.transfer.errors import TransferFailed, TransferTimeout
 from kvarena.transfer.pages import plan_page_copies
 
 __all__ = ["TransferContract"]
@@ -57,6 +62,18 @@ class TransferContract(EnginePairs):
             pending.wait(self.timeout)
         assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
 
+    def test_the_columns_are_the_callers_again_after_submitting(self, ready: Pair) -> None:
+        peer, piece = ready.connect(), self.backed_bytes // 4
+        first = ready.submit(peer, (piece, piece, 3 * piece))  # so that the next one has to wait
+        offsets = np.arange(0, piece, 128)
+        src, dst = ready.source.base + offsets, ready.target.base + offsets
+        lengths = np.full_like(offsets, 128)
+        pending = ready.source.engine.submit(peer, src, dst, lengths)
+        src[:], dst[:], lengths[:] = ready.source.base + piece, ready.target.base + piece, 1
+        for each in (first, pending):
+            each.wait(self.timeout)
+        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+
     def test_more_operations_than_a_batch_takes(self, ready: Pair) -> None:
         limit = ready.source.engine.capabilities.max_batch or 4096
         count = min(limit + 1, self.backed_bytes // 64)
@@ -77,6 +94,76 @@ class TransferContract(EnginePairs):
         peer = ready.connect()
         with pytest.raises((TransferFailed, ValueError)):
             ready.source.engine.submit(peer, [ready.source.base] * 2, [ready.target.base], [16])
+
+    @pytest.mark.parametrize("odd", [(0, 0, -64), (0, 64 - (1 << 63), 64), (64 - (1 << 63), 0, 64)])
+    def test_numbers_that_name_no_bytes_are_refused(self, ready: Pair, odd: tuple[int, int, int]) -> None:
+        engine, peer = ready.source.engine, ready.connect()
+        src, dst, nbytes = odd
+        with pytest.raises((TransferFailed, ValueError)):
+            engine.submit(peer, [ready.source.base + src], [ready.target.base + dst], [nbytes]).wait(
+                self.timeout
+            )
+        assert ready.target.read(0, self.backed_bytes) == pattern(2, self.backed_bytes)
+        ready.submit(ready.connect(), (0, 0, 64)).wait(self.timeout)
+
+    def test_a_copy_of_no_bytes_changes_nothing(self, ready: Pair) -> None:
+        ready.submit(ready.connect(), (0, 4096, 0), (0, 0, 64)).wait(self.timeout)
+        expected = pattern(1, self.backed_bytes)[:64] + pattern(2, self.backed_bytes)[64:]
+        assert ready.target.read(0, self.backed_bytes) == expected
+
+    def test_both_sides_send_at_once(self, ready: Pair) -> None:
+        half = self.backed_bytes // 2
+        pending = ready.submit(ready.connect(), (0, half, half))
+        ready.target.write_to(ready.source.describe(), ready.source.base + half, 0, half, self.timeout)
+        pending.wait(self.timeout)
+        assert ready.target.read(half, half) == pattern(1, self.backed_bytes)[:half]
+        assert ready.source.read(half, half) == pattern(2, self.backed_bytes)[:half]
+
+    def test_peers_are_told_apart(self, ready: Pair) -> None:
+        """One sender with two receivers, and one receiver with two senders."""
+        half, sent = self.backed_bytes // 2, pattern(1, self.backed_bytes)
+        with contextlib.closing(self.make_host()) as other:
+            other.move_ledger()
+            first, second = ready.connect(), ready.source.engine.connect(other.describe())
+            assert first != second
+            for offset in (0, half // 2):  # now the one, now the other
+                src, count = [ready.source.base + offset], [half // 2]
+                to_other = ready.source.engine.submit(second, src, [other.base + offset], count)
+                ready.submit(first, (half + offset, offset, half // 2)).wait(self.timeout)
+                to_other.wait(self.timeout)
+            assert other.read(0, half) == sent[:half]
+            assert ready.target.read(0, half) == sent[half:]
+            other.write_to(ready.target.describe(), ready.target.base, 0, half, self.timeout)
+            ready.submit(first, (0, half, half)).wait(self.timeout)
+            assert ready.target.read(0, 2 * half) == sent[:half] * 2
+            ready.source.engine.disconnect(second)
+
+    def test_a_peer_that_stands_still_keeps_nobody(self, ready: Pair) -> None:
+        """Polling never blocks, and waiting ends in time: well, where no help of the peer is needed."""
+        if not isinstance(ready.target, RemoteHost):
+            return  # it would stop the test, too
+        peer, ended = ready.connect(), threading.Event()
+        ready.submit(peer, (0, 0, 64)).wait(self.timeout)
+        pid = ready.target.process.pid
+
+        def look() -> None:
+            with contextlib.suppress(TransferFailed, TransferTimeout):
+                pending = ready.submit(peer, (0, 0, self.backed_bytes))
+                pending.done()
+                pending.wait(0.2)
+            ended.set()
+
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            thread = threading.Thread(target=look, daemon=True)
+            thread.start()
+            assert ended.wait(self.timeout), "it was still waiting"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            thread.join(self.timeout)
+        ready.source.engine.disconnect(peer)
+        ready.submit(ready.connect(), (0, 0, self.backed_bytes)).wait(self.timeout)
+        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
 
     def test_growth_is_usable_after_connecting_again(self, ready: Pair) -> None:
         first = ready.connect()

@@ -20,6 +20,10 @@ from kvarena.transfer.protocol import Pending
 __all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
 
 
+# How many revoked leases are remembered, so that nothing is written under them when they come late.
+_REMEMBERED = 1 << 16
+
+
 class ArenaPages(NamedTuple):
     """Where a sub-pool's pages are: the part of a manifest that two sides need not share."""
 
@@ -74,18 +78,21 @@ class PageChannel:
         self.manifest = manifest
         self._pages = pages
         self._peers: dict[str, Hello] = {}
-        self._revoked: set[tuple[str, str, int]] = set()
+        self._revoked: dict[tuple[str, str, int], None] = {}
         self._sent: dict[tuple[str, str, int], list[_Gated]] = {}
         self._lock = threading.Lock()
 
     def hello(self) -> bytes:
         """For the control plane; to be sent again whenever the ledger's epoch has changed."""
+        # First: if the ledger moves meanwhile, what is said here is said to be older than it is, and a
+        # lease of the new epoch waits for the next hello.
+        epoch = self.ledger.epoch
         return msgspec.msgpack.encode(
             Hello(
                 engine=self.engine.name,
                 description=self.engine.describe(),
                 manifest=self.manifest,
-                epoch=self.ledger.epoch,
+                epoch=epoch,
                 seams=self.ledger.seams,
                 pages={name: (pages.address, pages.num_pages) for name, pages in self._pages().items()},
             )
@@ -121,7 +128,7 @@ class PageChannel:
         self.engine.disconnect(peer)
         with self._lock:
             self._peers.pop(peer, None)
-            self._revoked = {lease for lease in self._revoked if lease[0] != peer}
+            self._revoked = {lease: None for lease in self._revoked if lease[0] != peer}
             gone = [lease for lease in self._sent if lease[0] == peer]
             pending = [transfer for lease in gone for transfer in self._sent.pop(lease)]
         for transfer in pending:
@@ -140,30 +147,26 @@ class PageChannel:
         LeaseError
             A page is not leased, the lease was revoked, or it is newer than the peer's last hello.
         PageError
-            A page does not exist.
+            A page or a sub-pool does not exist.
         TransferFailed
             The engine refused; names the request, so that the receiver can be told at once.
         QuiesceTimeout
             The registration was being replaced all the time.
         """
         self.ledger.gate.enter(gate_timeout)
+        transfer = _Gated(self.engine.name, peer, lease.request, self.ledger)
         try:
-            pending = self._submit(peer, lease, moves)
+            pending = self._submit(peer, self._enter(peer, lease, transfer), lease, moves)
             nbytes = sum(
                 np.size(dst) * self.manifest.sub_pool(name).page_bytes for name, (_, dst) in moves.items()
             )
-            transfer = _Gated(pending, lease.request, self.ledger, nbytes)
+            transfer.begin(pending, nbytes)
         except BaseException as error:
+            transfer.give_up()
             if isinstance(error, TransferFailed):
                 self.ledger.traffic.failed()
-            self.ledger.gate.leave()
             raise
         self.ledger.traffic.submitted()
-        key = (peer, lease.request, lease.serial)
-        with self._lock:
-            self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
-            for other in [other for other, sent in self._sent.items() if all(one.ended for one in sent)]:
-                del self._sent[other]
         return transfer
 
     def admit(self, peer: str, lease: Lease) -> None:
@@ -193,7 +196,9 @@ class PageChannel:
         """
         key = (peer, request, serial)
         with self._lock:
-            self._revoked.add(key)
+            self._revoked[key] = None
+            if len(self._revoked) > _REMEMBERED:
+                del self._revoked[next(iter(self._revoked))]
             pending = list(self._sent.get(key, ()))
         for transfer in pending:
             try:
@@ -201,15 +206,23 @@ class PageChannel:
             except TransferFailed:
                 continue
 
-    def _submit(self, peer: str, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
+    def _enter(self, peer: str, lease: Lease, transfer: _Gated) -> Hello:
+        """Let `revoke` know of a transfer before it begins: then either this is refused, or that waits."""
+        key = (peer, lease.request, lease.serial)
         with self._lock:
             theirs = self._peers.get(peer)
-            revoked = (peer, lease.request, lease.serial) in self._revoked
-        if theirs is None:
-            raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
-        if revoked:
-            raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+            if theirs is None:
+                raise TransferFailed(self.engine.name, peer, None, "not connected", request=lease.request)
+            if key in self._revoked:
+                raise LeaseError(lease.request, f"lease {lease.serial} was revoked")
+            self._sent[key] = [other for other in self._sent.get(key, ()) if not other.ended] + [transfer]
+            for other in [other for other, sent in self._sent.items() if all(one.ended for one in sent)]:
+                del self._sent[other]
+        return theirs
+
+    def _submit(self, peer: str, theirs: Hello, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
         for name, (_, dst) in moves.items():
+            self.manifest.sub_pool(name)
             lease.check(name, dst, epoch=theirs.epoch)
         try:
             if self.leased is not None:
@@ -244,16 +257,27 @@ class PageChannel:
 class _Gated:
     """A transfer that leaves the gate when it has ended, and whose failure names its request."""
 
-    def __init__(self, pending: Pending, request: str, ledger: RegistrationLedger, nbytes: int) -> None:
-        self._pending = pending
+    def __init__(self, engine: str, peer: str, request: str, ledger: RegistrationLedger) -> None:
+        self._engine = engine
+        self._peer = peer
         self._request = request
         self._gate = ledger.gate
         self._traffic = ledger.traffic
-        self._nbytes = nbytes
+        self._nbytes = 0
         self._lock = threading.Lock()
+        # Until then it is about to begin; None after that: it did not.
+        self._begun = threading.Event()
+        self._pending: Pending | None = None
         self.ended = False
 
+    def begin(self, pending: Pending, nbytes: int) -> None:
+        """It is under way."""
+        self._pending, self._nbytes = pending, nbytes
+        self._begun.set()
+
     def done(self) -> bool:
+        if self._pending is None:
+            return self.ended
         try:
             ended = self._pending.done()
         except TransferFailed as error:
@@ -264,6 +288,10 @@ class _Gated:
         return ended
 
     def wait(self, timeout: float | None = None) -> None:
+        if not self._begun.wait(timeout):
+            raise TransferTimeout(self._engine, self._peer, timeout or 0.0, request=self._request)
+        if self._pending is None:
+            return
         try:
             self._pending.wait(timeout)
         except TransferFailed as error:
@@ -281,6 +309,11 @@ class _Gated:
             self.ended = True
         self._gate.leave()
         return True
+
+    def give_up(self) -> None:
+        """It will not begin."""
+        self.forget()
+        self._begun.set()
 
     def _count_bytes(self) -> None:
         if self.forget():

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Annotated
 
 import msgspec
@@ -118,18 +119,18 @@ class LeaseTable:
         Raises
         ------
         LeaseError
-            The request has a lease, a page is leased already, is given twice, is negative or lies in
-            a tail that is being given back. Nothing is leased then.
+            The request has a lease, a page is leased already, is given twice, is negative, is no
+            integer of 64 bits, or lies in a tail that is being given back. Nothing is leased then.
         QuiesceTimeout
             The gate stayed closed.
         """
-        asked = {name: tuple(int(page) for page in ids) for name, ids in pages.items()}
+        asked = {name: _as_tuple(request, name, ids) for name, ids in pages.items()}
         if self._gate is not None:
             self._gate.enter(gate_timeout)
         try:
             with self._changed:
                 self._refuse(request, asked)
-                lease = Lease(request=request, serial=next(self._serials), epoch=epoch, pages=asked)
+                lease = Lease(request=request, serial=next(self._serials), epoch=index(epoch), pages=asked)
                 self._leases[request] = lease
                 self._owner.update({(name, page): request for name, ids in asked.items() for page in ids})
         except BaseException:
@@ -230,3 +231,10 @@ class LeaseTable:
             for lease in self._leases.values()
             if any(max(lease.pages.get(name, ()), default=-1) >= first for name, first in first_pages.items())
         ]
+
+
+def _as_tuple(request: str, sub_pool: str, ids: Iterable[int]) -> tuple[int, ...]:
+    found = leased_ids(request, sub_pool, ids if isinstance(ids, np.ndarray) else list(ids))
+    if found.ndim != 1:
+        raise LeaseError(request, f"its pages of {sub_pool!r} have shape {found.shape}, not (n,)")
+    return tuple(found.tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -51,7 +52,7 @@ class LeasedPageEngine(Protocol):
 
 
 class JoinedPending:
-    """Several transfers as one, which ends when the last of them does.
+    """Several transfers as one, which ends when the last of them does. Any thread may ask.
 
     Parameters
     ----------
@@ -66,13 +67,14 @@ class JoinedPending:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        while self._left:
+        for part in tuple(self._left):
             try:
-                if not self._left[0].done():
+                if not part.done():
                     return False
             except TransferFailed as error:
                 self._error = self._error or error
-            self._left.pop(0)
+            with contextlib.suppress(ValueError):  # another thread has asked, too
+                self._left.remove(part)
         if self._error is not None:
             raise self._error
         return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import msgspec
-from kvarena.transfer.errors import Difference, ManifestMismatch
+from kvarena.transfer.errors import Difference, ManifestMismatch, PageError
+from msgspec.structs import force_setattr
 
 __all__ = ["Manifest", "SubPoolManifest"]
 
@@ -24,6 +27,13 @@ class SubPoolManifest(msgspec.Struct, frozen=True, kw_only=True):
     """``"mha"``, ``"mla"`` or ``"mamba"``: what an envelope holds for a layer."""
     parallel_slice: tuple[int, int] = (0, 1)
     """Which tensor-parallel slice of the heads, of how many."""
+
+    def __post_init__(self) -> None:
+        """A list or NumPy's numbers are what they say: the peer's come as tuples of Python's numbers."""
+        for field in ("page_bytes", "page_size"):
+            force_setattr(self, field, index(getattr(self, field)))
+        for field in ("layers", "parallel_slice"):
+            force_setattr(self, field, tuple(map(index, getattr(self, field))))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +61,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ]
         ours = {sub_pool.name: sub_pool for sub_pool in self.sub_pools}
         theirs = {sub_pool.name: sub_pool for sub_pool in peer.sub_pools}
-        if list(ours) != list(theirs):
-            differences.append(Difference("sub_pools", list(ours), list(theirs)))
+        names = [[sub_pool.name for sub_pool in side.sub_pools] for side in (self, peer)]
+        if names[0] != names[1]:
+            differences.append(Difference("sub_pools", *names))
         for name in ours.keys() & theirs.keys():
             differences.extend(
                 Difference(f"{name}.{field}", getattr(ours[name], field), getattr(theirs[name], field))
@@ -63,8 +74,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ManifestMismatch(sorted(differences, key=lambda difference: difference.field))
 
     def sub_pool(self, name: str) -> SubPoolManifest:
-        """One sub-pool's geometry by its name."""
-        return next(sub_pool for sub_pool in self.sub_pools if sub_pool.name == name)
+        """One sub-pool's geometry by its name. Raises `PageError` if there is none."""
+        for sub_pool in self.sub_pools:
+            if sub_pool.name == name:
+                return sub_pool
+        raise PageError(f"There is no sub-pool {name!r}, only {[each.name for each in self.sub_pools]}.")
 
     def encode(self) -> bytes:
         """For the control plane."""

@@ -104,7 +104,10 @@ class TransferEngine(Protocol):
         ...
 
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
-        """Start writing local addresses to a peer's addresses. Raises `TransferFailed` if it cannot."""
+        """Start writing local addresses to a peer's addresses. Raises `TransferFailed` if it cannot.
+
+        The columns are the caller's again when it returns.
+        """
         ...
 
     def close(self) -> None:

@@ -31,11 +31,6 @@ class Quiesce:
         """How many have entered and not left."""
         return self._in_flight
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether newcomers wait."""
-        return self._closers > 0
-
     def enter(self, timeout: float = 30.0) -> None:
         """Count one more in flight; waits while the gate is closed.
 

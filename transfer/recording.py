@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvarena.transfer._columns import check_columns
 from kvarena.transfer.errors import RegistrationError, TransferFailed
 from kvarena.transfer.protocol import Addresses, Capabilities, Pending, Region
 from kvarena.transfer.regions import overlapping
@@ -41,7 +42,7 @@ class RecordingEngine:
     """Registers into a table, copies with memmove, and refuses what the strictest real engine refuses.
 
     Overlaps, empty regions and unknown keys are refused; a transfer must lie inside one registered
-    region of the target (inside the union if it crosses seams).
+    region on each side (inside the union if it crosses seams).
 
     Parameters
     ----------
@@ -142,20 +143,22 @@ class RecordingEngine:
 
     def submit(self, peer: str, src: Addresses, dst: Addresses, lengths: Addresses) -> Pending:
         """Copy at once; nothing is written unless every operation may be."""
-        operations = [(int(s), int(d), int(n)) for s, d, n in zip(src, dst, lengths, strict=True)]
+        columns = check_columns(self.name, peer, src, dst, lengths)
+        operations = list(zip(*(column.tolist() for column in columns), strict=True))
         self.calls.append(Call("submit", (peer, operations)))
         target = _engines.get(peer)
         if peer not in self._peers or target is None or target._closed:
             raise TransferFailed(self.name, peer, "NO_PEER", "not connected", operations=len(operations))
-        for _, address, nbytes in operations:
-            if not target._covers(Region(address, nbytes)):
-                raise TransferFailed(
-                    self.name,
-                    peer,
-                    "NOT_REGISTERED",
-                    f"[{address:#x}, +{nbytes}) lies in no registered region of the target",
-                    operations=len(operations),
-                )
+        for source, address, nbytes in operations:
+            for where, engine, start in (("here", self, source), ("of the target", target, address)):
+                if not engine._covers(Region(start, nbytes)):
+                    raise TransferFailed(
+                        self.name,
+                        peer,
+                        "NOT_REGISTERED",
+                        f"[{start:#x}, +{nbytes}) lies in no registered region {where}",
+                        operations=len(operations),
+                    )
         if self.moves_memory:
             for source, address, nbytes in operations:
                 ctypes.memmove(address, source, nbytes)

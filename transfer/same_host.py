@@ -25,7 +25,7 @@ from kvarena.transfer._same_host_peer import Peer
 from kvarena.transfer._same_host_peers import Peers, PeerSettings, Welcomes
 from kvarena.transfer._same_host_pending import SameHostPending
 from kvarena.transfer._same_host_server import Server
-from kvarena.transfer.errors import PageError, TransferFailed
+from kvarena.transfer.errors import PageError, QuiesceTimeout, TransferFailed
 from kvarena.transfer.pages import page_ids
 from kvarena.transfer.protocol import Capabilities, Region
 
@@ -158,7 +158,13 @@ class SameHostEngine:
             self._exports.remove(regions)
             epoch = self._exports.epoch
             self._followers.tell_all(fence=True)
-        self._drain()  # what was checked before, and started after
+        try:
+            self._drain()  # what was checked before, and started after
+        except QuiesceTimeout:
+            with self._changed:
+                self._exports.add(regions)
+                self._followers.tell_all(fence=False)
+            raise
         self._followers.wait_until_let_go(epoch, self._drain_timeout)
 
     def refresh(self) -> None:

@@ -169,6 +169,24 @@ def test_a_failure_is_told_only_when_no_part_writes_any_more() -> None:
         joined.wait(1.0)
 
 
+def test_who_asks_at_the_same_time_takes_no_part_for_ended() -> None:
+    """One thread polls, and another one waits for a lease that was revoked."""
+
+    class Asked(Part):
+        def done(self) -> bool:
+            if not self.answers:
+                return True
+            self.answers.clear()
+            assert not joined.done()  # another thread, in between
+            return True
+
+    last = Part(False, False, True)
+    joined = JoinedPending([Asked(True), last])
+    assert not joined.done()
+    assert joined.done()
+    assert last.answers == [True]
+
+
 def test_waiting_for_parts() -> None:
     JoinedPending([Part(True), Part(True)]).wait(1.0)
     with pytest.raises(TransferTimeout):

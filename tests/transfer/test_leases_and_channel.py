@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from kvarena.transfer import (
     ArenaPages,
@@ -27,6 +29,7 @@ from kvarena.transfer import (
     TransferFailed,
     TransferTimeout,
 )
+from kvarena.transfer import channel as channel_module
 from kvarena.transfer.testing import FailingEngine, HostMemory
 
 PAGE = 4096
@@ -75,13 +78,39 @@ class TestLeaseTable:
         assert table.complete("a", first.serial) == first
         table.grant("c", {"full": [1, 2]}, epoch=1)
 
-    @pytest.mark.parametrize("pages", [{"full": [3, 3]}, {"full": [-1]}])
-    def test_pages_that_make_no_sense_are_not_leased(self, pages: dict[str, list[int]]) -> None:
+    @pytest.mark.parametrize(
+        "pages",
+        [
+            {"full": [3, 3]},
+            {"full": [-1]},
+            {"full": [1 << 63]},
+            {"full": [1.5]},
+            {"full": ["x"]},
+            {"full": np.array([[3, 4]])},
+            {"full": np.array([0.5])},
+        ],
+    )
+    def test_pages_that_make_no_sense_are_not_leased(self, pages: dict[str, Any]) -> None:
         table = LeaseTable()
         with pytest.raises(LeaseError):
             table.grant("a", {"swa": [1], **pages}, epoch=1)
         assert table.active == ()
         table.grant("b", {"swa": [1]}, epoch=1)
+
+    def test_a_lease_is_the_same_whatever_its_pages_came_in(self) -> None:
+        ids = [5, 1 << 40, (1 << 63) - 1]
+        for pages in (
+            ids,
+            tuple(ids),
+            np.array(ids),
+            iter(ids),
+            dict.fromkeys(ids),
+            np.array(ids, np.uint64),
+        ):
+            table = LeaseTable()
+            lease = table.grant("a", {"full": pages}, epoch=np.int64(1))
+            assert lease == Lease(request="a", serial=1, epoch=1, pages={"full": tuple(ids)})
+            assert Lease.decode(lease.encode()) == lease
 
     def test_a_request_has_one_lease(self) -> None:
         table = LeaseTable()
@@ -230,6 +259,33 @@ def test_what_may_not_be_written_never_reaches_the_engine(
     assert prefill.gate.in_flight == 0
 
 
+def test_a_sub_pool_that_does_not_exist_is_refused(make_side: Callable[..., Side]) -> None:
+    prefill, decode = make_side(), make_side()
+    lease = decode.leases.grant("r", {"ghost": [7]}, epoch=decode.ledger.epoch)
+    peer = prefill.channel.connect(decode.channel.hello())
+    with pytest.raises(PageError, match="no sub-pool 'ghost', only"):
+        prefill.channel.send(peer, lease, {"ghost": PageMoves([1], [7])})
+    assert prefill.gate.in_flight == 0
+
+
+def test_a_hello_that_is_said_while_the_ledger_moves_is_not_taken_for_newer_than_it_is(
+    make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_side(), make_side()
+    describe = decode.ledger.engine.describe
+
+    def describe_and_move() -> bytes:
+        said = describe()
+        decode.ledger.move_to([decode.memory.backed._replace(nbytes=32 * PAGE)], backed=decode.memory.backed)
+        return said
+
+    monkeypatch.setattr(decode.ledger.engine, "describe", describe_and_move)
+    peer = prefill.channel.connect(decode.channel.hello())
+    lease = decode.leases.grant("r", {"full": [7]}, epoch=decode.ledger.epoch)
+    with pytest.raises(LeaseError, match="known as of epoch 1"):
+        prefill.channel.send(peer, lease, {"full": PageMoves([1], [7])})
+
+
 def test_a_leased_page_that_has_no_memory_is_refused(make_side: Callable[..., Side]) -> None:
     prefill, decode = make_side(), make_side()
     lease = decode.leases.grant("r", {"full": [PAGES]}, epoch=decode.ledger.epoch)
@@ -361,6 +417,50 @@ class TestInFlight:
         again = decode.leases.grant("r", {"full": [7]}, epoch=decode.ledger.epoch)
         prefill.channel.send(peer, again, self.MOVES)
         assert prefill.gate.in_flight == 1
+
+    def test_revoking_waits_for_what_is_just_being_submitted(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It found the lease good, and writes in a moment: the receiver must not be told yet."""
+        prefill, _, engine, lease, peer = sides
+        submit = engine.submit
+
+        def revoked_meanwhile(*arguments: Any) -> Pending:
+            with pytest.raises(TransferTimeout):
+                prefill.channel.revoke(peer, "r", lease.serial, timeout=0.01)
+            return submit(*arguments)
+
+        monkeypatch.setattr(engine, "submit", revoked_meanwhile)
+        pending = prefill.channel.send(peer, lease, self.MOVES)
+        engine.held[0].ended.set()
+        prefill.channel.revoke(peer, "r", lease.serial, timeout=1)
+        assert pending.done()
+        assert prefill.gate.in_flight == 0
+
+    def test_the_last_that_were_revoked_are_remembered(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, _, _, lease, peer = sides
+        monkeypatch.setattr(channel_module, "_REMEMBERED", 2)
+        for request in ("x", "y", "r"):
+            prefill.channel.revoke(peer, request, lease.serial)
+        assert [request for _, request, _ in prefill.channel._revoked] == ["y", "r"]
+        with pytest.raises(LeaseError, match="was revoked"):
+            prefill.channel.send(peer, lease, self.MOVES)
+
+    def test_revoking_does_not_wait_for_what_was_refused(
+        self, sides: tuple[Side, Side, HoldingEngine, Lease, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, _, engine, lease, peer = sides
+
+        def refuse(*_: Any) -> Pending:
+            raise TransferFailed("holding", peer, -1, "no")
+
+        monkeypatch.setattr(engine, "submit", refuse)
+        with pytest.raises(TransferFailed):
+            prefill.channel.send(peer, lease, self.MOVES)
+        assert prefill.gate.in_flight == 0
+        prefill.channel.revoke(peer, "r", lease.serial, timeout=0)
 
     def test_a_registration_is_not_replaced_under_a_transfer(
         self, sides: tuple[Side, Side, HoldingEngine, Lease, str]

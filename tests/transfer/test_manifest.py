@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from kvarena.transfer import (
     ArenaPages,
@@ -39,6 +40,21 @@ def channel(manifest: Manifest, engine: RecordingEngine | None = None) -> PageCh
 
 def test_equal_manifests_fit() -> None:
     OURS.check(Manifest.decode(OURS.encode()))
+
+
+def test_the_same_numbers_in_lists_and_arrays_fit() -> None:
+    """As a peer's arrive they are tuples of Python's numbers, and these were refused as others."""
+    numbers: dict[str, Any] = {
+        "page_bytes": np.int64(32768),
+        "page_size": np.int32(16),
+        "layers": np.array([0, 2]),
+        "parallel_slice": [0, 2],
+    }
+    written = Manifest(sub_pools=(SubPoolManifest(name="full", dtype="bfloat16", **numbers), WINDOW))
+    for theirs in (OURS, Manifest.decode(written.encode())):
+        written.check(theirs)
+        theirs.check(written)
+    assert written == OURS
 
 
 @pytest.mark.parametrize(
@@ -79,9 +95,10 @@ def test_a_dtype_that_differs_is_refused_with_both_values_before_anything_moves(
 
 
 def test_sub_pools_must_be_the_same_in_number_and_order() -> None:
-    for theirs in (Manifest(sub_pools=(FULL,)), Manifest(sub_pools=(WINDOW, FULL))):
+    twice = msgspec.structs.replace(FULL, dtype="float16"), FULL, WINDOW
+    for theirs in ((FULL,), (WINDOW, FULL), (FULL, WINDOW, WINDOW), twice):
         with pytest.raises(ManifestMismatch, match="sub_pools"):
-            OURS.check(theirs)
+            OURS.check(Manifest(sub_pools=theirs))
 
 
 def test_layout_and_version_count() -> None:

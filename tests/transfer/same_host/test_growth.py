@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvarena.transfer import Region, TransferFailed
+from kvarena.transfer import QuiesceTimeout, Region, TransferFailed
 from kvarena.transfer.testing import RemoteHost
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
 
@@ -149,3 +149,25 @@ def test_refresh_exports_what_was_swapped_beneath_a_region(sender: SameHost, rec
     sender.engine.submit(peer, [sender.base], [receiver.base], [PAGE]).wait(10)
     assert receiver.read(0, PAGE) == sender.read(0, PAGE)
     assert sender.engine.regions == (Region(sender.base, 8 * MIB),)
+
+
+def test_memory_that_could_not_be_taken_back_is_registered_still(
+    sender: SameHost, make_sender: Callable[..., SameHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that was started between the check and the removal hangs: who asks again must hear of it."""
+    receiver = make_sender(name="receiver")
+    engine, regions = receiver.engine, receiver.engine.regions
+    hangs = [False, True]  # as long as it does
+
+    def drain() -> None:
+        if hangs and hangs.pop(0):
+            raise QuiesceTimeout("Transfers did not end", in_flight=1, seconds=0)
+
+    monkeypatch.setattr(engine, "_drain", drain)
+    with pytest.raises(QuiesceTimeout):
+        engine.unregister(regions)
+    assert engine.regions == regions
+    peer = sender.engine.connect(receiver.describe())
+    sender.engine.submit(peer, [sender.base], [receiver.base], [PAGE]).wait(10)
+    engine.unregister(regions)
+    assert engine.regions == ()

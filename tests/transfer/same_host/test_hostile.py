@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import LeaseError, PageError, Region, TransferFailed
 from kvarena.transfer import _same_host_channel as channel_module
 from kvarena.transfer import _same_host_path as path_module
+from kvarena.transfer import _same_host_server as server_module
 from kvarena.transfer import _same_host_wire as wire
 from kvarena.transfer._same_host_errors import PeerRefused, WireError
 from kvarena.transfer._same_host_incoming import IncomingTable, Source
@@ -136,6 +138,36 @@ def test_connections_that_say_nothing_are_dropped_when_others_come(
         assert all(was_dropped(raw) for raw in silent[:100])
         good.submit(peer, [good.regions[0].address], [server.regions[0].address], [4096]).wait(10)
         assert server.attached == ("good",)
+
+
+def test_a_connection_that_comes_while_the_engine_closes_is_ended(
+    server: SameHostEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came too late to be ended with the others, and its socket stayed open."""
+    came, go_on = threading.Event(), threading.Event()
+
+    def slow_uid(sock: socket.socket) -> int:
+        came.set()
+        assert go_on.wait(10)
+        return wire.peer_uid(sock)
+
+    with knock(server) as first:
+        say_hello(first, "first")
+        until(lambda: server.attached == ("first",))
+        monkeypatch.setattr(server_module, "peer_uid", slow_uid)
+        with knock(server) as late:
+            assert came.wait(10)
+            closing = threading.Thread(target=server.close)
+            closing.start()
+            assert was_dropped(first)  # so those that were there are ended
+            until(lambda: server._loop._stopping)
+            gc.disable()
+            try:
+                go_on.set()
+                closing.join(10)
+                assert was_dropped(late)
+            finally:
+                gc.enable()
 
 
 def test_without_a_descriptor_for_it_a_connection_is_dropped_and_not_left_waiting(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvarena.transfer import LeaseError, PageError, TransferFailed, TransferTimeout
+from kvarena.transfer import Lease, LeaseError, PageError, TransferFailed, TransferTimeout
 from kvarena.transfer.testing import RemoteHost
 from same_host_support import MIB, PAGE, SameHost, a_lease
 
@@ -86,6 +86,18 @@ def test_sub_pools_of_one_lease_are_counted_apart(sender: SameHost, receiver: Re
     sender.engine.submit_pages(peer, [8], [2], 2 * PAGE, lease, sub_pool="swa").wait(10)
     assert arrived(receiver, 1)
     assert receiver.read(4 * PAGE, 2 * PAGE) == sender.read(16 * PAGE, 2 * PAGE)
+
+
+def test_a_sub_pool_without_pages_may_come_last(sender: SameHost, receiver: RemoteHost, peer: str) -> None:
+    lease = Lease(request="r", serial=1, epoch=0, pages={"full": (3,), "swa": ()})
+    expect(receiver, lease)
+    sender.engine.submit_pages(peer, [1], [3], PAGE, lease).wait(10)
+    sender.engine.submit_pages(peer, [], [], PAGE, lease, sub_pool="swa").wait(10)
+    assert arrived(receiver, 1)
+    with pytest.raises(LeaseError, match="written whole"):
+        sender.engine.submit_pages(peer, [1], [3], PAGE, lease)
+    with pytest.raises(LeaseError, match="nothing of sub-pool"):
+        sender.engine.submit_pages(peer, [], [], PAGE, lease, sub_pool="other")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,18 @@ class TestSocketPath:
             ):
                 other.connect(engine.describe())
 
+    def test_a_relative_one_is_meant_where_the_engine_was_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with Arena(HostVmm(), MIB) as arena, Arena(HostVmm(), MIB) as theirs:
+            one = SameHostEngine(arena, name="one", directory=Path("s"))
+            monkeypatch.chdir("/")
+            with SameHostEngine(theirs, name="two", directory=tmp_path / "s") as two:
+                assert two.connect(one.describe()) == "one"
+            one.close()
+        assert os.listdir(tmp_path / "s") == []
+
     def test_the_directory_is_made_for_its_owner_only(self, arena: Arena, directory: Path) -> None:
         with SameHostEngine(arena, name="a", directory=directory / "deep") as engine:
             assert (directory / "deep").stat().st_mode & 0o777 == 0o700
@@ -159,6 +171,35 @@ class TestPeer:
             second.engine.connect(receiver.describe())
         finally:
             second.close()
+
+    def test_a_second_receiver_of_the_same_name_is_refused_while_the_first_lives(
+        self, sender: SameHost, make_sender: Callable[..., SameHost], tmp_path: Path
+    ) -> None:
+        """In another directory it can have it; the first was detached for it, transfers and all."""
+        first = make_sender(name="receiver")
+        peer = sender.engine.connect(first.describe())
+        second = SameHost(MakeEngine(tmp_path / "t", name="receiver"), ArenaMemory, 4 * MIB, 2 * MIB)
+        try:
+            with pytest.raises(PeerRefused) as refused:
+                sender.engine.connect(second.describe())
+            assert refused.value.code == "name"
+            assert second.attached() == ()
+            sender.engine.submit(peer, [sender.base], [first.base], [PAGE]).wait(10)
+            first.engine.close()
+            assert sender.engine.connect(second.describe()) == peer
+            assert second.attached() == ("sender",)
+        finally:
+            second.close()
+
+    def test_an_old_description_does_not_end_the_connection_to_the_successor(
+        self, sender: SameHost, make_receiver: Callable[..., RemoteHost]
+    ) -> None:
+        old = make_receiver().describe()
+        receiver = make_receiver()
+        peer = sender.engine.connect(receiver.describe())
+        with pytest.raises(PeerRefused):
+            sender.engine.connect(old)
+        sender.engine.submit(peer, [sender.base], [receiver.base], [PAGE]).wait(10)
 
     def test_another_protocol_version_is_refused_on_both_sides(
         self, sender: SameHost, receiver: RemoteHost

@@ -125,6 +125,8 @@ class SocketEngine:
         if self._closed or peer not in self._peers:
             why = "the engine is closed" if self._closed else "not connected"
             raise TransferFailed(self.name, peer, None, why, operations=len(operations))
+        if any(min(operation) < 0 for operation in operations):
+            raise TransferFailed(self.name, peer, None, "a negative address or length")
         connection, sender = self._peers[peer]
         return SocketPending(self.name, peer, sender.submit(self._send, connection, peer, operations))
 
