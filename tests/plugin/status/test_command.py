@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -49,6 +50,17 @@ def test_a_process_in_words(serving: Any, capsys: pytest.CaptureFixture[str]) ->
     full = next(line for line in said.splitlines() if "full" in line)
     assert f"80 of {serving.allocator.size_full:,} tokens" in full
     assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_another_number_does_not_say_that_nobody_runs(
+    serving: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["status", "--pid", "1"]) == 0
+    assert "No kvarena process with the number 1 is running" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["status", "--pid", "1", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "no running kvarena process with the number 1" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["status", "--pid", str(os.getpid())]) == 0
+    assert "decode" in capsys.readouterr().out
 
 
 def test_json_has_the_figures_but_not_the_history(serving: Any, capsys: pytest.CaptureFixture[str]) -> None:
