@@ -56,6 +56,13 @@ def _examine(name: str, **kwargs: Any) -> list[Finding]:
     return list(examine_engine(name, "cpu", **{"wanted": False} | kwargs))
 
 
+def test_what_was_not_tried_is_not_called_installed() -> None:
+    (finding,) = _examine("same-host", quick=True)
+    assert finding.what == "same-host is installed, and was not tried"
+    (finding,) = _examine("pigeon", quick=True, wanted=True)
+    assert finding.what == "pigeon was not tried"
+
+
 def test_same_host_moves_an_arena() -> None:
     (finding,) = _examine("same-host")
     assert (finding.verdict, finding.fix) == ("ok", "")
