@@ -130,8 +130,10 @@ def test_a_directory_of_others_is_named(doctor: Any, tmp_path: Path, monkeypatch
     status, findings = doctor()
     assert status == 0
     assert "chmod 0700" in _of(findings, "settings")[-1]["fix"]
-    monkeypatch.setenv("KVARENA_TRANSFER", "same-host")
-    assert doctor()[0] == 2
+    for name, value in (("KVARENA_TRANSFER", "same-host"), ("KVARENA_SAME_HOST", "1")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert doctor()[0] == 2
 
 
 def test_sglang_arguments_without_sglang_are_broken(doctor: Any) -> None:
