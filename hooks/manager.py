@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -134,12 +135,8 @@ def create_manager(
 def _named(function: Callable[..., object], plugin: str, hook: str) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: object) -> object:
-        try:
+        with _blamed(plugin, hook):
             return settled(hook, function(*args))
-        except KvArenaError:
-            raise
-        except Exception as error:
-            raise HookError(plugin, hook, error) from error
 
     return call
 
@@ -149,11 +146,17 @@ def _named_wrapper(
 ) -> Callable[..., Generator[object, object, object]]:
     @functools.wraps(function)
     def call(*args: object) -> Generator[object, object, object]:
-        try:
+        with _blamed(plugin, hook):
             return (yield from function(*args))
-        except KvArenaError:
-            raise
-        except Exception as error:
-            raise HookError(plugin, hook, error) from error
 
     return call
+
+
+@contextlib.contextmanager
+def _blamed(plugin: str, hook: str) -> Iterator[None]:
+    try:
+        yield
+    except KvArenaError:
+        raise
+    except Exception as error:
+        raise HookError(plugin, hook, error) from error

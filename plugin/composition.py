@@ -54,9 +54,16 @@ def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) 
                     engines.append(engine)
         missing = set(settings.transfer) - {engine.name for engine in engines}
         if missing:
+            fix = (
+                "Set KVARENA_TRANSFER (or --transfer) to mooncake, nixl or same-host, or install the plugin "
+                "that has it."
+            )
+            if not settings.load_plugins:
+                fix += " KVARENA_LOAD_PLUGINS=0 loads none that is installed."
+            elif settings.block_plugins:
+                fix += f" KVARENA_BLOCK_PLUGINS leaves out {', '.join(settings.block_plugins)}."
             raise ConfigError(
-                f"no plugin provides the transfer engine {', '.join(sorted(missing))}.",
-                fix="Set KVARENA_TRANSFER to mooncake, nixl or same-host, or install the plugin that has it.",
+                f"no plugin provides the transfer engine {', '.join(sorted(missing))}.", fix=fix
             )
         undo.pop_all()
     return engines

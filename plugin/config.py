@@ -136,7 +136,7 @@ def parse_bytes(value: object, *, what: str = "size") -> int:
     number = text.rstrip("bBkKmMgGtTiI ")
     factor = units.get(text[len(number) :].strip().lower())
     try:
-        size = -1 if factor is None or isinstance(value, bool) else int(float(number) * factor)
+        size = -1 if factor is None else int(float(number) * factor)
     except (ValueError, OverflowError):
         size = -1
     if size < 0:

@@ -213,7 +213,8 @@ def _settings(args: argparse.Namespace, loaded: Settings, limit: int, growth: in
         )
     if args.device != "cpu":
         # The driver gives what the device has; the limit is the pool's own.
-        return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=limit - growth)
+        most = limit - growth if loaded.pool_bytes is None else min(loaded.pool_bytes, limit - growth)
+        return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=most)
     return msgspec.structs.replace(
         loaded, transfer=transfer, memory_limit=limit, headroom=loaded.headroom + growth
     )

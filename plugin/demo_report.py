@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -174,13 +175,19 @@ def _hosts(hosts: HostsReport) -> str:
 
 def _verdict(report: DemoReport) -> str:
     if not report.ok:
-        return f"[bold red]failed[/bold red]: {len(report.problems)} problems, in {report.seconds:.1f} s"
+        problems = _count(report.problems, "problem")
+        return f"[bold red]failed[/bold red]: {problems}, in {report.seconds:.1f} s"
     margin = "" if report.least_margin is None else f"{report.least_margin:.1e}"
     noise = "" if report.largest_noise is None else f"{report.largest_noise:.1e}"
     tokens = sum(len(request.tokens) for request in report.requests)
+    served = _count(report.requests, "request")
     return (
-        f"[bold green]equal[/bold green]: all {tokens} tokens of {len(report.requests)} requests are those "
-        "of a single process with an eager pool; no address moved, nothing is registered beyond what is "
+        f"[bold green]equal[/bold green]: all {tokens} tokens of {served} are those of a single process "
+        "with an eager pool; no address moved, nothing is registered beyond what is "
         f"backed, every page is free again. Closest choice {margin} apart, rounding {noise}. "
         f"{report.seconds:.1f} s."
     )
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"

@@ -230,8 +230,16 @@ class Demo:
         if tokens > capacity:
             raise InputError(
                 f"the input has {tokens} tokens, which is larger than the pool: it holds {capacity}.",
-                fix="Give a shorter file, or raise --memory-limit.",
+                fix=f"Give a shorter file, or {self._more_room()}.",
             )
+
+    def _more_room(self) -> str:
+        """Which setting has made the pool as small as it is."""
+        settings = self._settings
+        limit, most = settings.memory_limit, settings.pool_bytes
+        if most is not None and (limit is None or most <= limit - settings.headroom):
+            return "raise KVARENA_POOL_BYTES" + (" (--memory-limit)" if self._config.on_gpu else "")
+        return "raise --memory-limit" + (", or lower KVARENA_HEADROOM" if settings.headroom else "")
 
     def _spawn(self, role: Role) -> None:
         settings = self._settings

@@ -22,7 +22,12 @@ EXIT_DOES_NOT_FIT = 1
 
 _KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 #: Options that are about what else lives on a card.
-_OF_A_CARD = ("weights", "runtime_memory", "graph_memory", "activation_memory", "mem_fraction_static")
+_OF_A_CARD = (
+    *("weights", "runtime_memory", "graph_memory", "activation_memory", "mem_fraction_static"),
+    *("sglang", "disaggregation_mode", "chunked_prefill_size", "cuda_graph_max_bs"),
+    *("speculative_num_draft_tokens", "disable_prefill_graph", "disable_decode_graph", "language_only"),
+)
+_NEWEST_SGLANG = "0.5.23"
 _STATE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -70,8 +75,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_server_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sglang", default="0.5.23", metavar="VERSION", help="release, 0.5.16 to 0.5.23")
-    group.add_argument("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
+    group.add_argument(
+        "--sglang", metavar="VERSION", help=f"release, 0.5.16 to 0.5.23 (default: {_NEWEST_SGLANG})"
+    )
+    group.add_argument("--disaggregation-mode", choices=("null", "prefill", "decode"))
     group.add_argument("--chunked-prefill-size", type=_whole(1, 1 << 24), metavar="TOKENS")
     group.add_argument("--cuda-graph-max-bs", type=_whole(1, 1 << 16), metavar="N")
     group.add_argument("--speculative-num-draft-tokens", type=_whole(1, 1024), metavar="N")
@@ -157,7 +164,7 @@ def _request(
     from kvarena.plugin.planning.planner import PlanRequest, choose_dtypes
 
     for name in _OF_A_CARD:
-        if args.gpu_memory is None and getattr(args, name) is not None:
+        if args.gpu_memory is None and getattr(args, name) not in (None, False):
             option = "--" + name.replace("_", "-")
             raise PlanError(f"{option} says nothing without a card.", fix="Give --gpu-memory, too.")
     dtypes, notes = choose_dtypes(model, args.kv_cache_dtype, args.mamba_conv_dtype, args.mamba_ssm_dtype)
@@ -206,7 +213,7 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
         graph_bytes=given(args.graph_memory, "--graph-memory"),
         activation_bytes=given(args.activation_memory, "--activation-memory") or 0,
         mem_fraction_static=args.mem_fraction_static,
-        sglang=args.sglang,
+        sglang=args.sglang or _NEWEST_SGLANG,
         server=_server(args, model, config, total),
     )
 
@@ -227,7 +234,7 @@ def _server(args: argparse.Namespace, model: ModelGeometry, config: dict[str, An
         tp=args.tp,
         pp=args.pp,
         mla=model.mla,
-        disaggregation_mode=args.disaggregation_mode,
+        disaggregation_mode=args.disaggregation_mode or "null",
         chunked_prefill_size=args.chunked_prefill_size,
         cuda_graph_max_bs=args.cuda_graph_max_bs,
         max_running_requests=args.max_running_requests,

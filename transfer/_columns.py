@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 from kvarena.transfer.errors import PageError, TransferFailed
 from kvarena.transfer.pages import page_ids
-from kvarena.transfer.protocol import Addresses
+from kvarena.transfer.protocol import Addresses, Int64
 
-__all__ = ["Int64", "check_columns"]
-
-Int64 = npt.NDArray[np.int64]
+__all__ = ["check_columns"]
 
 
 def check_columns(

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from kvarena.transfer._same_host_memory import MemoryDriver
 from kvarena.transfer.errors import EngineUnavailable
+from kvarena.transfer.protocol import Int64
 
-__all__ = ["Clock", "Copier", "Int64", "Signal", "await_clock", "make_copier"]
-
-Int64 = npt.NDArray[np.int64]
+__all__ = ["Clock", "Copier", "Signal", "await_clock", "make_copier"]
 
 # A waiter looks without letting anyone else run for this long: nearly all transfers end within it, and
 # other threads of the process may have to wait longer than this for the interpreter anyway (5 ms).

@@ -13,11 +13,12 @@ from typing import final
 
 import numpy as np
 from cuda.bindings import driver as cu
-from kvarena.transfer._copy import Int64, Signal, await_clock
+from kvarena.transfer._copy import Signal, await_clock
 from kvarena.transfer._copy_kernel import Tuning, compile_pages, compile_spans, page_tuning
 from kvarena.transfer._copy_launch import Device, Launcher, Stream, check
 from kvarena.transfer._copy_tables import TABLE_WORDS, Tables
 from kvarena.transfer._same_host_intervals import highest
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["CudaCopier"]
 

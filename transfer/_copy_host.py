@@ -11,7 +11,8 @@ from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._copy import Int64, Signal, await_clock
+from kvarena.transfer._copy import Signal, await_clock
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["HostCopier"]
 

@@ -7,8 +7,9 @@ from typing import TypeAlias, final
 
 import numpy as np
 from cuda.bindings import driver as cu
-from kvarena.transfer._copy import Int64, await_clock
+from kvarena.transfer._copy import await_clock
 from kvarena.transfer._copy_launch import Stream, check
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["TABLE_WORDS", "Table", "Tables"]
 

@@ -48,7 +48,8 @@ def start(hostname: str, protocol: str, device_name: str, timeout: float | None)
         raise EngineUnavailable(
             "mooncake",
             f"initialize({hostname!r}, P2PHANDSHAKE, {protocol!r}) returned {code} {MEANINGS.get(code, '')}",
-            fix="Set a host name that resolves here, and a protocol that this host has (tcp always works).",
+            fix="Set KVARENA_TRANSFER_HOST to a name that resolves here, and a protocol that this host has: "
+            "tcp always works.",
         )
     return transfer_engine
 

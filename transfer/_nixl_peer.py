@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._columns import Int64
 from kvarena.transfer._worker import PeerWorker
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["Description", "NixlPeer", "Place", "RemoteRegion", "status_of"]
 

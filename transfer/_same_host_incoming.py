@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from kvarena.transfer._copy import Int64, await_clock
+from kvarena.transfer._copy import await_clock
 from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_leases import LeasedPart, LeaseKey, PageLease, lease_digest
 from kvarena.transfer._same_host_ring import Record, Ring
 from kvarena.transfer.errors import LeaseError, TransferError, TransferFailed, TransferTimeout
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["Incoming", "IncomingTable", "Source"]
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
-from kvarena.transfer.protocol import Region
+from kvarena.transfer.protocol import Int64, Region
 from kvarena.transfer.regions import coalesce
 
 __all__ = ["Intervals", "PageBounds", "highest"]
 
-Int64 = npt.NDArray[np.int64]
 _UINT64 = np.dtype(np.uint64)
 _maximum = np.maximum.reduce
 

@@ -9,10 +9,10 @@ from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
-from kvarena.transfer._copy import Int64
 from kvarena.transfer._same_host_intervals import highest
 from kvarena.transfer.errors import LeaseError
 from kvarena.transfer.pages import leased_ids
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
 

@@ -7,26 +7,34 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import socket
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvarena.errors import KvArenaError
 from kvarena.transfer._same_host_errors import PeerRefused, SocketPathError
 from kvarena.transfer._same_host_wire import peer_uid
 
-__all__ = ["check_directory", "default_directory", "dial", "is_name", "listen"]
+__all__ = ["check_directory", "default_directory", "dial", "fresh_name", "is_name", "listen"]
 
 # sun_path has 108 bytes and ends with a zero (unix(7)).
 _PATH_BYTES = 107
 _OWN_DIRECTORY = "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FRESH = re.compile(r"(\d+)-[0-9a-f]{6}\.sock")
 
 
 def is_name(name: str) -> bool:
     """Whether an engine may be called that."""
     return _NAME.fullmatch(name) is not None
+
+
+def fresh_name() -> str:
+    """A name that no other engine has, nor will have."""
+    return f"{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def default_directory() -> Path:
@@ -70,6 +78,8 @@ def check_directory(directory: Path, *, create: bool = False) -> None:
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
     """A listening socket called `name`; one that a dead process left there is taken over.
 
+    What dead processes left under names of their own, which nobody takes over, is removed.
+
     Raises
     ------
     SocketPathError
@@ -89,6 +99,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
     check_directory(directory, create=True)
     with _locked(directory):
         _clear_the_way(path)
+        _sweep(directory)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             server.bind(str(path))
@@ -163,6 +174,16 @@ def _clear_the_way(path: Path) -> None:
                 return
             raise SocketPathError(str(path), f"exists, and cannot be probed ({error})") from error
     raise SocketPathError(str(path), "another engine listens there", fix="Give this engine another name.")
+
+
+def _sweep(directory: Path) -> None:
+    for path in directory.iterdir():
+        named = _FRESH.fullmatch(path.name)
+        if named is None or os.path.exists(f"/proc/{named[1]}"):
+            continue
+        # The number may be of another container's process: one that lives answers, and keeps its socket.
+        with contextlib.suppress(KvArenaError, OSError):
+            _clear_the_way(path)
 
 
 @contextlib.contextmanager

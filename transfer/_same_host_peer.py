@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, Literal, final
 
-from kvarena.transfer._copy import Copier, Int64
+from kvarena.transfer._copy import Copier
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed, SocketLoop
 from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_export import Exports
@@ -22,6 +22,7 @@ from kvarena.transfer._same_host_remote import Remote
 from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import Kind, Packet, field
 from kvarena.transfer.errors import LeaseError, TransferFailed
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["Peer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import numpy as np
-from kvarena.transfer._copy import Clock, Copier, Int64, Signal, await_clock
+from kvarena.transfer._copy import Clock, Copier, Signal, await_clock
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed
 from kvarena.transfer._same_host_errors import WireError
 from kvarena.transfer._same_host_export import Exports
@@ -18,6 +18,7 @@ from kvarena.transfer._same_host_remote import Remote
 from kvarena.transfer._same_host_ring import Ring
 from kvarena.transfer._same_host_wire import Kind, Packet, field, packed, unpacked
 from kvarena.transfer.errors import LeaseError, TransferError, TransferFailed
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["Pull", "Puller"]
 

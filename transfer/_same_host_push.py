@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from kvarena.transfer._copy import Clock, Copier, Int64, Signal
+from kvarena.transfer._copy import Clock, Copier, Signal
 from kvarena.transfer._same_host_channel import Channel, ChannelClosed
 from kvarena.transfer._same_host_leases import LeasedPart, PageLease
 from kvarena.transfer._same_host_pending import SameHostPending
@@ -14,6 +14,7 @@ from kvarena.transfer._same_host_remote import Remote
 from kvarena.transfer._same_host_ring import RECORDS, Ring
 from kvarena.transfer._same_host_wire import Kind
 from kvarena.transfer.errors import TransferFailed
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["Push", "Tickets"]
 

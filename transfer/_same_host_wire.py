@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from kvarena.transfer._same_host_errors import WireError
+from kvarena.transfer.protocol import Int64
 
 __all__ = [
     "FDS_PER_PACKET",
@@ -175,12 +175,12 @@ def field(body: dict[str, Any], name: str, kind: type[_T]) -> _T:
     return value
 
 
-def packed(values: npt.NDArray[np.int64]) -> str:
+def packed(values: Int64) -> str:
     """Integers as a field of a body."""
     return b64encode(values.astype("<i8").tobytes()).decode()
 
 
-def unpacked(body: dict[str, Any], name: str) -> npt.NDArray[np.int64]:
+def unpacked(body: dict[str, Any], name: str) -> Int64:
     """A field that `packed` made; raises `WireError`."""
     try:
         return np.frombuffer(b64decode(field(body, name, str), validate=True), "<i8").astype(np.int64)

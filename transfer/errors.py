@@ -119,7 +119,7 @@ class TransferFailed(TransferError):
     code : int or str or None
         What the engine returned.
     operations : int
-        How many operations the failed batch had.
+        How many operations the failed batch had; 0: it did not come to one.
     request : str or None
         The request that these pages belong to, where the caller knows one: with it the control
         plane can tell the receiver at once.
@@ -138,7 +138,8 @@ class TransferFailed(TransferError):
     ) -> None:
         returned = "" if code is None else f" with {code}"
         whose = "" if request is None else f" for request {request}"
-        what = f"{engine}: transfer of {operations} operations to {peer}{whose} failed{returned}"
+        size = f" of {operations} operations" if operations else ""
+        what = f"{engine}: transfer{size} to {peer}{whose} failed{returned}"
         super().__init__(f"{what}: {why}." if why else f"{what}.", fix=fix)
         self.engine = engine
         self.peer = peer

@@ -141,7 +141,13 @@ class MooncakeEngine:
         self._refuse_if_closed(peer.session)
         code = self._engine.send_probe(peer.session)
         if code != 0:
-            raise TransferFailed(self.name, peer.session, code, MEANINGS.get(code, ""))
+            raise TransferFailed(
+                self.name,
+                peer.session,
+                code,
+                MEANINGS.get(code, ""),
+                fix="Set the peer's KVARENA_TRANSFER_HOST to an address that it is reached at from here.",
+            )
         with self._lock:
             if peer.session not in self._peers:
                 self._peers[peer.session] = _Peer(peer.session)

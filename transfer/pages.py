@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from kvarena.transfer.errors import LeaseError, PageError
+from kvarena.transfer.protocol import Int64
 
 __all__ = ["PageCopies", "join_copies", "leased_ids", "page_ids", "plan_page_copies"]
 
-Int64 = npt.NDArray[np.int64]
 _LAST_ADDRESS = np.iinfo(np.int64).max
 _INT64 = np.dtype(np.int64)
 

@@ -9,9 +9,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Addresses", "BufferInfos", "Capabilities", "Pending", "Region", "TransferEngine"]
+__all__ = ["Addresses", "BufferInfos", "Capabilities", "Int64", "Pending", "Region", "TransferEngine"]
 
-Addresses: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+Int64: TypeAlias = npt.NDArray[np.int64]
+"""Addresses, lengths or page ids as an array."""
+
+Addresses: TypeAlias = Sequence[int] | Int64
 """Addresses or lengths in bytes, one for each operation of a batch."""
 
 

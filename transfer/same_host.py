@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from kvarena.transfer._same_host_fork import close_in_children
 from kvarena.transfer._same_host_incoming import Incoming, IncomingTable
 from kvarena.transfer._same_host_leases import PageLease
 from kvarena.transfer._same_host_memory import ArenaMemory
-from kvarena.transfer._same_host_path import default_directory, listen
+from kvarena.transfer._same_host_path import default_directory, fresh_name, listen
 from kvarena.transfer._same_host_peer import Peer
 from kvarena.transfer._same_host_peers import Peers, PeerSettings, Welcomes
 from kvarena.transfer._same_host_pending import SameHostPending
@@ -88,7 +87,7 @@ class SameHostEngine:
         drain_timeout: float = 30.0,
     ) -> None:
         self._arena = arena
-        self.engine_name = name or f"{os.getpid()}-{secrets.token_hex(3)}"
+        self.engine_name = name or fresh_name()
         self._drain_timeout = drain_timeout
         self._changed = threading.Condition(threading.RLock())
         self._incoming = IncomingTable()

@@ -59,16 +59,11 @@ def examine_embedded(settings: Settings, found: dict[str, Any]) -> Iterator[Find
         return
     yield from refusals("embedded", reasons)
     free = int(found["free_bytes"])
-    if settings.memory_limit is not None and device == "cpu":
-        free = min(free, settings.memory_limit)
-    least = config.least_bytes(granularity=int(found["granularity"]), headroom=settings.headroom)
-    if free < least:
-        yield Finding(
-            topic="engine",
-            verdict="broken",
-            what=f"embedded: one request needs {least} bytes with the headroom, {free} are there",
-            fix=f"Raise KVARENA_MEMORY_LIMIT to at least {least}, or lower KVARENA_HEADROOM.",
-        )
+    short = config.shortage(settings, granularity=int(found["granularity"]), free_bytes=free)
+    if short is not None:
+        given, fix = short
+        what = f"embedded: {given} is below what one request needs, {free} bytes are free"
+        yield Finding(topic="engine", verdict="broken", what=what, fix=fix)
 
 
 def refusals(engine: str, reasons: Iterable[Refusal]) -> Iterator[Finding]:

@@ -61,7 +61,9 @@ def examine_engine(
         )
         return
     if quick:
-        yield Finding(topic="transfer", verdict="note", what=f"{named} is installed, and was not tried")
+        # Whether there is a plugin for a third party's engine is known when it has made one.
+        there = " is installed, and" if name in _ENGINES else ""
+        yield Finding(topic="transfer", verdict="note", what=f"{named}{there} was not tried")
         return
     try:
         measured = measure(name, device, directory=directory)

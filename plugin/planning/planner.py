@@ -77,6 +77,8 @@ class Sizing:
         ``(name, bytes)`` of what is not given to weights and cache.
     most_slots : tuple
         On each stage, slots of each sub-pool when the others are empty.
+    serves_one : bool
+        Whether every stage's pool has at least the floor for one request.
     """
 
     name: str
@@ -86,10 +88,11 @@ class Sizing:
     mem_fraction_static: float | None = None
     kept_back: tuple[tuple[str, int], ...] = ()
     most_slots: tuple[tuple[tuple[str, int], ...], ...] = ()
+    serves_one: bool = True
 
     @property
     def fits(self) -> bool:
-        return self.capacity.tokens != 0 and self.capacity.states != 0
+        return self.serves_one and self.capacity.tokens != 0 and self.capacity.states != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ def choose_dtypes(model: ModelGeometry, kv: str, conv: str, temporal: str) -> tu
     elif kv == "auto":
         kv = model.dtype or ""
         if not kv:
-            notes.append("No dtype in the file: the KV cache is counted in bfloat16.")
+            notes.append("No dtype is given: the KV cache is counted in bfloat16.")
         elif DTYPE_BYTES.get(kv) != 2:
             named = printable(kv, 40)
             notes.append(f"The file's dtype is {named}: engines serve it, and keep its KV, in 16 bits.")
@@ -144,7 +147,7 @@ def choose_dtypes(model: ModelGeometry, kv: str, conv: str, temporal: str) -> tu
         temporal = model.state_dtype or ""
         if temporal not in DTYPE_BYTES:
             if model.recurrent:
-                said = f"{temporal[:40]!r} in the file is not known" if temporal else "nothing in the file"
+                said = f"{temporal[:40]!r} in the file is not known" if temporal else "none is given"
                 notes.append(f"Recurrent states are counted in float32 ({said}; SGLang's default).")
             temporal = "float32"
     return CacheDtypes(kv=kv, conv="bfloat16" if conv == "auto" else conv, temporal=temporal), notes
@@ -306,6 +309,10 @@ def _sized(
         kept_back=tuple(kept),
         most_slots=tuple(
             tuple(most_slots(rank, budget, request.page_size).items())
+            for rank, budget in zip(ranks, budgets, strict=True)
+        ),
+        serves_one=all(
+            floor_bytes(rank, request.page_size) <= budget
             for rank, budget in zip(ranks, budgets, strict=True)
         ),
     )

@@ -29,6 +29,9 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_sizings(plan))
         if (line := _gain_line(plan)) is not None:
             console.print(line)
+        if not plan.fits:
+            short = [_TITLES[sizing.name] for sizing in plan.sizings if not sizing.fits]
+            console.print(Text(f"Does not fit: {', '.join(short)}; one request needs the floor.", "bold red"))
     if plan.notes:
         console.print(Text("Assumed and noticed:", style="bold"))
         for note in plan.notes:

@@ -53,33 +53,36 @@ def run(args: argparse.Namespace) -> int:
         return [each for each in found if args.pid is None or _pid(each) == args.pid]
 
     if args.plot is not None:
-        _plot(look(), directory, args.plot)
+        _plot(look(), directory, args.plot, args.pid)
     elif args.watch is not None:
-        _watch(look, directory, args.watch, as_json=args.json)
+        _watch(look, directory, args.watch, args.pid, as_json=args.json)
     elif args.json:
         _write_json(look(), directory)
     else:
         from kvarena.plugin.status.view import show
 
-        show(look(), directory)
+        show(look(), directory, pid=args.pid)
     return 0
 
 
-def _plot(found: Sequence[Found], directory: Path, path: Path) -> None:
+def _plot(found: Sequence[Found], directory: Path, path: Path, pid: int | None) -> None:
     from kvarena.plugin.picture import draw_arena
 
     histories = [each.status.history for each in found if each.state == "running" and each.status]
     drawn = [history for history in histories if history is not None and history.samples]
     if not drawn:
         raise KvArenaError(
-            f"no running kvarena process has a status file in {directory}, so there is nothing to draw.",
+            f"no running kvarena process{'' if pid is None else f' with the number {pid}'} has a status file "
+            f"in {directory}, so there is nothing to draw.",
             fix="Start one, or name its directory in KVARENA_SOCKET_DIR.",
         )
     draw_arena(drawn, path)
     sys.stdout.write(f"{path}: {', '.join(history.title for history in drawn)}\n")
 
 
-def _watch(look: Callable[[], list[Found]], directory: Path, seconds: float, *, as_json: bool) -> None:
+def _watch(
+    look: Callable[[], list[Found]], directory: Path, seconds: float, pid: int | None, *, as_json: bool
+) -> None:
     try:
         if as_json:
             while True:
@@ -88,7 +91,7 @@ def _watch(look: Callable[[], list[Found]], directory: Path, seconds: float, *, 
                 time.sleep(seconds)
         from kvarena.plugin.status.view import watch
 
-        watch(look, directory, seconds)
+        watch(look, directory, seconds, pid=pid)
     except KeyboardInterrupt:
         return  # how one ends it
 

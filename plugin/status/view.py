@@ -28,29 +28,31 @@ _STATES: Final = {
 _BAR: Final = 60
 
 
-def show(found: Sequence[Found], directory: Path) -> None:
+def show(found: Sequence[Found], directory: Path, *, pid: int | None = None) -> None:
     """Print it once."""
-    Console(highlight=False).print(render(found, directory))
+    Console(highlight=False).print(render(found, directory, pid=pid))
 
 
-def watch(look: Callable[[], list[Found]], directory: Path, seconds: float) -> None:
+def watch(
+    look: Callable[[], list[Found]], directory: Path, seconds: float, *, pid: int | None = None
+) -> None:
     """Show it again and again, in place on a terminal and one below the other elsewhere."""
     console = Console(highlight=False)
     if not console.is_terminal:
         while True:
-            console.print(render(look(), directory))
+            console.print(render(look(), directory, pid=pid))
             time.sleep(seconds)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(
-                Group(Text("kvarena status, Ctrl-C to leave\n", "dim"), render(look(), directory)),
+                Group(Text("kvarena status, Ctrl-C to leave\n", "dim"), render(look(), directory, pid=pid)),
                 refresh=True,
             )
             time.sleep(seconds)
 
 
-def render(found: Sequence[Found], directory: Path) -> RenderableType:
-    """Everything that was found, the living first."""
+def render(found: Sequence[Found], directory: Path, *, pid: int | None = None) -> RenderableType:
+    """Everything that was found, the living first; `pid`: the only process that was looked for."""
     blocks: list[RenderableType] = []
     for each in found:
         if each.state in ("running", "elsewhere") and each.status is not None:
@@ -67,7 +69,8 @@ def render(found: Sequence[Found], directory: Path) -> RenderableType:
         elif each.state == "unreadable":
             blocks.append(Text(f"{each.path} cannot be read: {each.why}.", "yellow"))
     if not blocks:
-        blocks.append(Text(f"No kvarena process is running (looked in {directory})."))
+        which = "" if pid is None else f" with the number {pid}"
+        blocks.append(Text(f"No kvarena process{which} is running (looked in {directory})."))
     return Group(*blocks)
 
 

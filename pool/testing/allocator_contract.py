@@ -54,6 +54,34 @@ class AllocatorContract:
         assert (live(), allocator.swa_available_size()) == (0, size)
         assert allocator.verify_byte_accounting() == []
 
+    def test_pages_come_behind_ids_that_another_allocator_gave_out(self, sample: HybridSample) -> None:
+        allocator, window, full = sample.allocator, sample.allocator.swa, sample.allocator.full
+        ids = _allocated(allocator, 16)
+        virtual = ids[:: sample.page_size] // sample.page_size
+        with pytest.raises(AllocatorError, match="has a page already"):
+            window.alloc_with_virtual(virtual)
+        with pytest.raises(AllocatorError, match="its own ids"):
+            full.alloc_with_virtual(virtual)
+        allocator.free_swa(ids)
+        before = window.available_size()
+        for bad in (virtual[[0, 0]], torch.tensor([0]), torch.tensor([1 << 40])):
+            with pytest.raises(AllocatorError):
+                window.alloc_with_virtual(bad)
+        assert (window.allocated_count(), window.available_size()) == (0, before)
+        assert window.alloc_with_virtual(virtual)
+        assert (window.allocated_count(), window.available_size()) == (16, before - 16)
+        pages = allocator.transfer_pages(ids, "swa").tolist()
+        assert len(set(pages)) == len(pages) == 4
+        assert min(pages) >= sample.pool.min_page_index("swa")
+        assert allocator.verify_byte_accounting() == []
+        allocator.free(ids)
+        everything = full.alloc(full.available_size())
+        assert everything is not None
+        assert not window.alloc_with_virtual(everything[:: sample.page_size] // sample.page_size)
+        assert window.allocated_count() == 0
+        full.free(everything)
+        assert allocator.verify_byte_accounting() == []
+
     @pytest.mark.parametrize(
         "path", ["free", "free_segment", "group", "group of segments", "free_swa", "free_swa_segment"]
     )

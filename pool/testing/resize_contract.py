@@ -199,6 +199,9 @@ class ResizeContract:
             assert allocator.verify_byte_accounting() == []
             sample.check(ids)
             sample.check(more)
+            assert allocator.shrink_capacity(half) == 0  # it has that size
+            with pytest.raises(PoolSizeError, match="cannot shrink"):
+                allocator.shrink_capacity(half + 1)
             too_small = pool.floor_bytes
             with pytest.raises(PoolSizeError) as refused:
                 allocator.shrink_capacity(too_small)

@@ -178,6 +178,8 @@ class TestCodes:
         with pytest.raises(TransferFailed, match="does not answer") as failed:
             engine.connect(b'{"session":"10.0.0.1:1","protocol":"tcp"}')
         assert failed.value.code == -102
+        assert "mooncake: transfer to " in str(failed.value)
+        assert "KVARENA_TRANSFER_HOST" in failed.value.fix
 
     def test_a_peer_of_another_protocol_is_refused(self) -> None:
         engine, _ = scripted()

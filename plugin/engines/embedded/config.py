@@ -13,7 +13,9 @@ from kvarena.errors import KvArenaError
 from kvarena.plugin import options
 
 if TYPE_CHECKING:
+    from kvarena.plugin.config import Settings
     from kvarena.pool import SizingRequest
+    from kvarena.pool.budget import PoolCost
 
 __all__ = ["BOS", "EOS", "FULL", "PAD", "VOCABULARY", "WINDOW", "EngineConfig", "ModelConfig", "SettingError"]
 
@@ -209,14 +211,45 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         headroom : int
             Bytes to leave free beside the pool.
         """
-        from kvarena.pool.budget import PoolCost, SubPoolCost
-
-        full, window = self.page_bytes()
-        chain = (SubPoolCost(FULL, full, self.page_size), SubPoolCost(WINDOW, window, self.page_size))
-        cost = PoolCost(chain, self.page_size)
+        cost = self._cost()
         # While the sink's handle is swapped for the pool's, both exist.
         parts = (cost.total_bytes(self.chunk), cost.sink_bytes, headroom)
         return sum(-(-part // granularity) * granularity for part in parts)
+
+    def shortage(
+        self, settings: Settings, *, granularity: int, free_bytes: int = 0
+    ) -> tuple[str, str] | None:
+        """What is too small for one request, and what to set; None: it fits.
+
+        Parameters
+        ----------
+        settings : Settings
+            The operator's.
+        granularity : int
+            Bytes, of the driver.
+        free_bytes : int
+            What the device has now; 0 where it is known to be too little.
+        """
+        least = self._cost().total_bytes(self.chunk)
+        if settings.pool_bytes is not None and settings.pool_bytes < least:
+            return (
+                f"a limit of {settings.pool_bytes} bytes on the pool",
+                f"The least that works is {least} bytes: raise KVARENA_POOL_BYTES"
+                + (" (the demo's --memory-limit)." if self.on_gpu else "."),
+            )
+        least = self.least_bytes(granularity=granularity, headroom=settings.headroom)
+        limit = None if self.on_gpu else settings.memory_limit
+        if min(free_bytes, free_bytes if limit is None else limit) >= least:
+            return None
+        if limit is None:
+            given, remedy = "the memory that is free", "free memory on the device"
+        else:
+            given = f"a memory limit of {limit} bytes"
+            remedy = "raise KVARENA_MEMORY_LIMIT (the demo's --memory-limit)"
+        if settings.headroom:
+            given += f", less a headroom of {settings.headroom} bytes,"
+            remedy += ", or lower KVARENA_HEADROOM"
+        return given, f"The least that works is {least} bytes: {remedy}."
 
     def sizing_request(self, *, driver: str | None, transfer_backend: str | None) -> SizingRequest:
         """What the planners are asked about this engine.
@@ -242,3 +275,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def evolve(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed, checked like a new one."""
         return msgspec.structs.replace(self, **changes)
+
+    def _cost(self) -> PoolCost:
+        from kvarena.pool.budget import PoolCost, SubPoolCost
+
+        full, window = self.page_bytes()
+        chain = (SubPoolCost(FULL, full, self.page_size), SubPoolCost(WINDOW, window, self.page_size))
+        return PoolCost(chain, self.page_size)

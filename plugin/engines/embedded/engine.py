@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvarena.errors import KvArenaError
 from kvarena.plugin.config import Settings
 from kvarena.plugin.engines.embedded.attention import PagedKV
 from kvarena.plugin.engines.embedded.config import FULL, WINDOW, EngineConfig, SettingError
@@ -215,21 +216,12 @@ class Engine:
         except PoolSizeError as error:
             raise self._too_small(error) from error
 
-    def _too_small(self, error: Exception) -> SettingError:
-        """One request does not fit: what is too small, and the least with which it would."""
-        settings, granularity = self.settings, self.lifecycle.driver.granularity
-        headroom = settings.headroom
-        least = self.config.least_bytes(granularity=granularity, headroom=headroom)
-        limit = None if self.config.on_gpu else settings.memory_limit
-        given = "the memory that is free" if limit is None else f"a memory limit of {limit} bytes"
-        if headroom:
-            given += f", less a headroom of {headroom} bytes,"
-        least_pool = self.config.least_bytes(granularity=granularity, headroom=0)
-        if settings.pool_bytes is not None and settings.pool_bytes < least_pool:
-            given, least = f"a limit of {settings.pool_bytes} bytes on the pool", least_pool
-        return SettingError(
-            f"{given} is below what one request needs: {error}", fix=f"The least that works is {least} bytes."
-        )
+    def _too_small(self, error: KvArenaError) -> SettingError:
+        """One request does not fit: what is too small, and what to set."""
+        short = self.config.shortage(self.settings, granularity=self.lifecycle.driver.granularity)
+        assert short is not None  # no memory is enough for nothing
+        given, fix = short
+        return SettingError(f"{given} is below what one request needs: {error.what}", fix=fix)
 
 
 def make_model(config: EngineConfig) -> Decoder:

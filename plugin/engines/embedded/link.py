@@ -22,7 +22,7 @@ _LINGER_MS: Final = 1000
 
 
 class AddressInUse(KvArenaError):
-    """A control port that something else listens on."""
+    """An address that cannot be listened on: its port is taken, or it is none of this host."""
 
 
 class _Socket:
@@ -82,7 +82,7 @@ class Hub(_Socket):
     Raises
     ------
     AddressInUse
-        Something else listens there.
+        Something else listens there, or the host is not this one.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, path: str | None = None) -> None:
@@ -96,7 +96,9 @@ class Hub(_Socket):
             self.close()
             raise AddressInUse(
                 f"cannot listen on {path or f'{host}:{port}'}: {error.strerror}.",
-                fix="Give another port, or 0 for a free one.",
+                fix="Give another port, or 0 for a free one."
+                if port
+                else "Give an address of this host; a decode worker listens on KVARENA_TRANSFER_HOST.",
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

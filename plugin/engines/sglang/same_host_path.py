@@ -18,6 +18,7 @@ from kvarena.plugin.engines.sglang.runtime import logger, runtime
 from kvarena.plugin.engines.sglang.same_host_card import Card, name_of
 from kvarena.plugin.engines.sglang.same_host_route import Reach, Route
 from kvarena.transfer import Region, RegistrationLedger, SameHostEngine, TransferTimeout
+from kvarena.transfer.protocol import Int64
 from kvarena.transfer.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SameHostPath"]
 
-Int64 = npt.NDArray[np.int64]
 Mooncake = Callable[[list[int], list[int], list[int]], int]
 """SGLang's own call for a part of a batch, with its return code."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 from pathlib import Path
 
 import pytest
+from kvarena.plugin import demo
 from kvarena.plugin.cli import main
+from kvarena.plugin.config import Settings
 from kvarena.plugin.demo_input import InputError, cut_into_prompts, read_text
 
 
@@ -67,6 +70,25 @@ def test_slightly_larger_than_the_pool(capsys: pytest.CaptureFixture[str], tmp_p
     path.write_bytes(b"x" * 3900)
     said = _refused(capsys, "--input", str(path), "--memory-limit", "4MiB", "--requests", "4")
     assert "the input has 3904 tokens, which is larger than the pool: it holds" in said
+    assert said.rstrip().endswith("Give a shorter file, or raise --memory-limit.")
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("POOL_BYTES", "raise KVARENA_POOL_BYTES."), ("HEADROOM", "or lower KVARENA_HEADROOM.")],
+)
+def test_a_pool_that_a_setting_makes_too_small_names_it(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    setting: str,
+    remedy: str,
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"x" * 3900)
+    monkeypatch.setenv(f"KVARENA_{setting}", "2MiB")
+    said = _refused(capsys, "--input", str(path), "--memory-limit", "4MiB", "--requests", "4")
+    assert said.rstrip().endswith(remedy)
 
 
 def test_a_memory_limit_below_the_floor_names_the_least(
@@ -85,13 +107,21 @@ def test_what_is_too_small_is_named(
     path = tmp_path / "input"
     path.write_bytes(b"some words")
     monkeypatch.setenv("KVARENA_POOL_BYTES", "4096")
-    assert "a limit of 4096 bytes on the pool is below what one request needs" in _refused(
-        capsys, "--input", str(path)
-    )
+    said = _refused(capsys, "--input", str(path))
+    assert "a limit of 4096 bytes on the pool is below what one request needs" in said
+    assert "bytes: raise KVARENA_POOL_BYTES.\n" in said
     monkeypatch.delenv("KVARENA_POOL_BYTES")
     monkeypatch.setenv("KVARENA_HEADROOM", "1GiB")
     said = _refused(capsys, "--input", str(path), "--memory-limit", "24MiB")
     assert "25165824 bytes, less a headroom of 1073741824 bytes, is below what one request needs" in said
+    assert "or lower KVARENA_HEADROOM.\n" in said
+
+
+def test_on_a_gpu_the_smaller_of_two_limits_on_the_pool_counts() -> None:
+    args = argparse.Namespace(device="cuda", transfer=None, hosts=1)
+    for set_to, expected in ((None, 3 << 20), (1 << 20, 1 << 20), (8 << 20, 3 << 20)):
+        settings = demo._settings(args, Settings(pool_bytes=set_to), 4 << 20, 1 << 20)
+        assert settings.pool_bytes == expected
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "many", "", "1XB"])

@@ -93,9 +93,36 @@ def test_a_memory_limit_below_one_request_names_the_least(
     monkeypatch.setenv("KVARENA_MEMORY_LIMIT", "64KiB")
     status, findings = doctor("--engine", "embedded")
     assert status == 2
-    least = int(_of(findings, "engine")[-1]["fix"].split("at least ")[1].split(",")[0])
+    fix = _of(findings, "engine")[-1]["fix"]
+    assert "raise KVARENA_MEMORY_LIMIT" in fix
+    least = int(fix.split("The least that works is ")[1].split()[0])
     monkeypatch.setenv("KVARENA_MEMORY_LIMIT", str(least))
     assert doctor("--engine", "embedded")[0] == 0
+
+
+def test_a_pool_limit_below_one_request_is_broken_as_in_the_engine(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVARENA_POOL_BYTES", "64KiB")
+    status, findings = doctor("--engine", "embedded")
+    assert status == 2
+    fix = _of(findings, "engine")[-1]["fix"]
+    assert fix.endswith("raise KVARENA_POOL_BYTES.")
+    least = int(fix.split("The least that works is ")[1].split()[0])
+    monkeypatch.setenv("KVARENA_POOL_BYTES", str(least))
+    assert doctor("--engine", "embedded")[0] == 0
+    monkeypatch.setenv("KVARENA_POOL_BYTES", str(least - 1))
+    assert doctor("--engine", "embedded")[0] == 2
+
+
+def test_a_headroom_above_the_machine_does_not_name_a_limit_that_is_not_set(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVARENA_HEADROOM", "900TiB")
+    status, findings = doctor("--engine", "embedded")
+    assert status == 2
+    assert "KVARENA_MEMORY_LIMIT" not in _of(findings, "engine")[-1]["fix"]
+    assert "lower KVARENA_HEADROOM" in _of(findings, "engine")[-1]["fix"]
 
 
 def test_a_directory_of_others_is_named(doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +130,10 @@ def test_a_directory_of_others_is_named(doctor: Any, tmp_path: Path, monkeypatch
     status, findings = doctor()
     assert status == 0
     assert "chmod 0700" in _of(findings, "settings")[-1]["fix"]
-    monkeypatch.setenv("KVARENA_TRANSFER", "same-host")
-    assert doctor()[0] == 2
+    for name, value in (("KVARENA_TRANSFER", "same-host"), ("KVARENA_SAME_HOST", "1")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert doctor()[0] == 2
 
 
 def test_sglang_arguments_without_sglang_are_broken(doctor: Any) -> None:

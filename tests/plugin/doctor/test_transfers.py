@@ -56,6 +56,13 @@ def _examine(name: str, **kwargs: Any) -> list[Finding]:
     return list(examine_engine(name, "cpu", **{"wanted": False} | kwargs))
 
 
+def test_what_was_not_tried_is_not_called_installed() -> None:
+    (finding,) = _examine("same-host", quick=True)
+    assert finding.what == "same-host is installed, and was not tried"
+    (finding,) = _examine("pigeon", quick=True, wanted=True)
+    assert finding.what == "pigeon was not tried"
+
+
 def test_same_host_moves_an_arena() -> None:
     (finding,) = _examine("same-host")
     assert (finding.verdict, finding.fix) == ("ok", "")
@@ -127,6 +134,14 @@ def test_two_mooncakes_are_named_with_the_cure(install: Any) -> None:
     assert "Uninstall all of them" in finding.fix
 
 
+def test_two_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = (("mooncake-transfer-engine-non-cuda", "0.3.13"), ("mooncake-transfer-engine", "0.3.13"))
+    monkeypatch.setattr("kvarena.plugin.doctor.transfers.installed_variants", lambda: two)
+    (finding,) = _examine("mooncake", quick=True)
+    assert finding.verdict == "broken"
+    assert "installed together" in finding.what
+
+
 def test_a_missing_library_is_named_with_its_package(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvarena.plugin.doctor.transfers.installed_variants",
@@ -169,6 +184,8 @@ def test_falling_off_the_fast_path_is_a_warning_with_the_way_out() -> None:
     assert "862 GB/s" in slow.what
     assert "KVARENA_TRANSFER=same-host" in slow.fix
     assert verdict("nixl", 862, 0.44, "").verdict == "warning"
+    assert verdict("nixl", 5.1, 1.0, "").verdict == "warning"
+    assert verdict("nixl", 4.9, 1.0, "").verdict == "ok"
     assert verdict("nixl", 1.3, 0.2, "zero-copy, cma/memory", on_gpu=False).verdict == "ok"
     assert verdict("mooncake", 1.8, 1.4, "").verdict == "ok"
 

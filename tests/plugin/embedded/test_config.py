@@ -99,6 +99,18 @@ def test_a_memory_limit_below_the_floor_names_the_least_that_works(
         make_engine(memory_limit=least - granularity)
 
 
+def test_the_least_limit_on_the_pool_works_and_a_byte_less_does_not(
+    make_engine: Callable[..., Engine], small: EngineConfig
+) -> None:
+    with pytest.raises(SettingError, match="raise KVARENA_POOL_BYTES") as refused:
+        make_engine(pool_bytes=4096)
+    least = int(str(refused.value).split("The least that works is ")[1].split()[0])
+
+    assert make_engine(pool_bytes=least).book.capacity_tokens() >= small.chunk
+    with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
+        make_engine(pool_bytes=least - 1)
+
+
 def test_an_unknown_transfer_engine_is_named(small: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="pigeon"):
         Engine(small, Settings(transfer=("pigeon",), memory_limit=1 << 20, load_plugins=False))

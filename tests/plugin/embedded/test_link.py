@@ -38,6 +38,12 @@ def test_a_port_in_use_names_it() -> None:
             Hub(port=port)
 
 
+def test_an_address_of_another_host_is_no_matter_of_ports() -> None:
+    for host in ("no-such-host.invalid", "192.0.2.1"):
+        with pytest.raises(AddressInUse, match=rf"cannot listen on {host}:0.*KVARENA_TRANSFER_HOST"):
+            Hub(host)
+
+
 def test_a_peer_that_never_came_is_gone(hub: Hub) -> None:
     assert not hub.send(b"nobody", Ping())
 

@@ -310,6 +310,7 @@ def test_what_kvarena_needs_of_itself_cannot_be_blocked_in_silence() -> None:
     with pytest.raises(ConfigError, match=r"registrations.*KVARENA_BLOCK_PLUGINS"):
         life.start()
     assert (life.host.live_bytes, life.life.pool, life.life.ledgers) == (0, None, ())
+    assert [engine.calls[-1].op for engine in life.engines] == ["close", "close"]
     life = Life(block=("kvarena-budget",)).start()
     with pytest.raises(ConfigError, match=r"how large.*KVARENA_BLOCK_PLUGINS"):
         life.life.budget()

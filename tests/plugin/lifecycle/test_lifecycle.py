@@ -338,7 +338,10 @@ def test_a_budget_below_the_floor_names_the_least(life: Life) -> None:
 
 def test_an_unknown_engine_is_named() -> None:
     settings = Settings(load_plugins=False, transfer=("pigeon",))
-    with pytest.raises(ConfigError, match="pigeon"):
+    with pytest.raises(ConfigError, match=r"pigeon.*KVARENA_LOAD_PLUGINS=0 loads none"):
+        PoolLifecycle(settings, device="cpu").reserve(SPECS, total_bytes=MIB, page_size=4)
+    settings = Settings(block_plugins=("loft",), transfer=("pigeon",))
+    with pytest.raises(ConfigError, match=r"pigeon.*KVARENA_BLOCK_PLUGINS leaves out loft"):
         PoolLifecycle(settings, device="cpu").reserve(SPECS, total_bytes=MIB, page_size=4)
 
 

@@ -157,6 +157,24 @@ def test_a_model_that_does_not_fit_is_status_1(cli, config_file):
     assert "The weights take 131.41 GiB of a card with 78.32 GiB free" in outcome.err
 
 
+def test_a_pool_below_the_floor_for_one_request_does_not_fit(cli, config_file):
+    # Tokens without a window's would fit, but the pool that kvarena makes refuses this size.
+    said = json.loads(cli(config_file("gpt-oss-20b"), "--pool-memory", "1GiB", "--json").out)
+    floor = said["stages"][0]["floor_bytes"]
+    for size, status in ((floor, 0), (floor - 1, 1)):
+        outcome = cli(config_file("gpt-oss-20b"), "--pool-memory", str(size), "--json")
+        assert (outcome.status, json.loads(outcome.out)["fits"]) == (status, status == 0)
+        said = cli(config_file("gpt-oss-20b"), "--pool-memory", str(size)).out
+        assert ("Does not fit: pool as given" in said) == (status == 1)
+
+
+@pytest.mark.parametrize("option", ["--sglang=0.5.20", "--cuda-graph-max-bs=4", "--disable-decode-graph"])
+def test_what_is_about_a_server_says_nothing_without_a_card(cli, config_file, option):
+    outcome = cli(config_file("gpt-oss-20b"), option)
+    assert outcome.status == 2
+    assert f"{option.partition('=')[0]} says nothing without a card" in outcome.err
+
+
 def test_a_picture(cli, config_file, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,8 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kvarena.plugin.cli import main
+from kvarena.plugin.status.files import Found
+from kvarena.plugin.status.view import render
+from rich.console import Console
 
 MIB = 1 << 20
 
@@ -51,6 +57,17 @@ def test_a_process_in_words(serving: Any, capsys: pytest.CaptureFixture[str]) ->
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
+def test_another_number_does_not_say_that_nobody_runs(
+    serving: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["status", "--pid", "1"]) == 0
+    assert "No kvarena process with the number 1 is running" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["status", "--pid", "1", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "no running kvarena process with the number 1" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["status", "--pid", str(os.getpid())]) == 0
+    assert "decode" in capsys.readouterr().out
+
+
 def test_json_has_the_figures_but_not_the_history(serving: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--json"]) == 0
     (process,) = json.loads(capsys.readouterr().out)["processes"]
@@ -66,6 +83,15 @@ def test_one_process_of_several(serving: Any, serve: Any, capsys: pytest.Capture
     assert "decode" in capsys.readouterr().out
     assert main(["status", "--pid", "1"]) == 0
     assert "No kvarena process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("age", "said"), [(9.0, False), (12.0, True)])
+def test_a_process_that_hangs_is_called_silent(serving: Any, directory: Path, age: float, said: bool) -> None:
+    status = serving.lifecycle.reporter.status()
+    found = Found(directory, "running", msgspec.structs.replace(status, written_at=time.time() - age))
+    console = Console(width=120, file=io.StringIO())
+    console.print(render([found], directory))
+    assert (f"silent for {age:.0f} s" in console.file.getvalue()) == said  # type: ignore[attr-defined]
 
 
 def test_a_forged_file_is_named_beside_the_others(

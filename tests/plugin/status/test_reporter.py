@@ -132,6 +132,8 @@ def test_a_disk_that_fails_for_a_while_is_reported_once_and_leaves_no_stale_file
     while "trying again" not in caplog.text and time.monotonic() < deadline:
         served.lifecycle.reporter.record()
         time.sleep(0.02)
+    for _ in range(3):
+        served.lifecycle.reporter._write()
     away.rename(directory)
     served.finalize(4 * MIB)
     _wait(directory, lambda pool: pool.state == "serving")
@@ -154,6 +156,9 @@ def test_a_source_that_fails_is_reported_once_and_harms_nobody(
         served.lifecycle.reporter.record()
     assert served.lifecycle.reporter.pool_status().sub_pools[0].live_pages is None
     assert caplog.text.count("live and free pages cannot be read") == 1
+    served.lifecycle.reporter.watch(Broken())  # another one, which has said nothing yet
+    served.lifecycle.reporter.record()
+    assert caplog.text.count("live and free pages cannot be read") == 2
 
 
 def test_the_history_stays_small_and_keeps_the_events(serve: Any) -> None:

@@ -49,6 +49,38 @@ print("backed", flush=True)
     assert child.returncode == -signal.SIGSEGV
 
 
+def test_what_aligning_a_reservation_took_is_given_back() -> None:
+    driver = HostVmm(granularity=1 << 30)
+    addresses = Path("/proc/self/statm")
+    before = int(addresses.read_text().split()[0])
+    for _ in range(8):
+        base = driver.reserve(1 << 30)
+        assert base % (1 << 30) == 0
+        driver.release_reservation(base, 1 << 30)
+    assert (int(addresses.read_text().split()[0]) - before) * PAGE < 1 << 29
+
+
+def test_descriptors_that_run_out_are_the_drivers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = HostVmm()
+    handle = driver.create(PAGE)
+    fd = driver.export_fd(handle)
+
+    def full(fd: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", full)
+        with pytest.raises(DriverError, match="dup failed with EMFILE"):
+            driver.export_fd(handle)
+        with pytest.raises(DriverError, match="dup failed with EMFILE"):
+            driver.import_fd(fd, PAGE)
+    assert driver.live_bytes == PAGE
+    imported = driver.import_fd(fd, PAGE)
+    os.close(fd)
+    driver.release(imported)
+    driver.release(handle)
+
+
 def test_memory_is_committed_when_a_handle_is_made() -> None:
     driver = HostVmm()
     handle = driver.create(64 * PAGE)

@@ -49,6 +49,25 @@ class TestSocketPath:
             with SameHostEngine(arena, name="b", directory=directory) as other:
                 assert other.connect(first.describe()) == "a"
 
+    def test_what_dead_processes_left_under_names_of_their_own_is_removed(
+        self, arena: Arena, directory: Path
+    ) -> None:
+        directory.mkdir(mode=0o700)
+        nobody = "4194305"  # above the kernel's largest process number
+        left = [directory / f"{nobody}-0123ab.sock", directory / f"{nobody}-mine.sock"]
+        dead, living = directory / f"{nobody}-ffffff.sock", directory / f"{os.getpid()}-abcdef.sock"
+        with contextlib.ExitStack() as stack:
+            for path in (*left, dead, living):
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sock.bind(str(path))
+                sock.listen()
+                # The first is an engine's of another container, whose number means nobody here.
+                stack.callback(sock.close) if path == left[0] else sock.close()
+            (directory / f"{nobody}-000000.sock").write_text("no socket")
+            with SameHostEngine(arena, directory=directory) as engine:
+                there = {path.name for path in directory.iterdir()} - {engine.socket_path.name}
+        assert there == {path.name for path in (*left, living)} | {f"{nobody}-000000.sock"}
+
     def test_one_that_a_dead_process_left_is_taken_over(self, arena: Arena, directory: Path) -> None:
         directory.mkdir(mode=0o700)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
