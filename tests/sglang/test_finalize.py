@@ -51,6 +51,12 @@ def observer(rig: Any) -> Any:
             self.heard.append(("reserved", pool.active_allocation_bytes))
 
         @hookimpl
+        def kvarena_pool_resizing(self, pool: Any, keep_bytes: int) -> None:
+            assert keep_bytes == 0
+            assert pool.arena.mappings  # before the memory goes
+            self.heard.append(("resizing", pool.active_allocation_bytes))
+
+        @hookimpl
         def kvarena_pool_finalized(self, pool: Any, resize: Any) -> None:
             if self.broken:
                 raise ZeroDivisionError("an observer of anybody's")
@@ -80,9 +86,10 @@ def test_the_pool_gets_what_is_free_and_the_sink(
     assert len(bound.arena.mappings) == 1
     assert runner.max_total_num_tokens == runner.memory_pool_config.max_total_num_tokens
     assert runner.memory_pool_config.unified_memory_pool_bytes == bound.total_bytes
-    assert observer.heard == [("reserved", bound.sink_bytes), ("finalized", bound.total_bytes)]
+    sink = bound.sink_bytes
+    assert observer.heard == [("reserved", sink), ("resizing", sink), ("finalized", bound.total_bytes)]
     bound.close()
-    assert [event for event, _ in observer.heard] == ["reserved", "finalized", "closing"]
+    assert [event for event, _ in observer.heard][3:] == ["closing"]
 
 
 def test_what_was_resized_equals_a_pool_built_so(
@@ -192,7 +199,12 @@ def test_a_hook_that_raises_undoes_the_resize_and_is_named(
     assert rig_module.scalars(bundle) == before
     assert runner.max_total_num_tokens == tokens
     assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
-    assert observer.heard[-1] == ("reserved", bundle.bound.sink_bytes)
+    sink = bundle.bound.sink_bytes
+    assert observer.heard[:2] == [("reserved", sink), ("resizing", sink)]
+    # Who heard of the new size lets go of it, and hears of the sink.
+    assert [event for event, _ in observer.heard[2:]] == ["resizing", "reserved"]
+    assert observer.heard[2][1] > sink
+    assert observer.heard[3] == ("reserved", sink)
     observer.broken = False
     runner_module.resize(runner)
     assert bundle.bound.finalized

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from kvarena.errors import KvArenaError
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import resolve
@@ -245,6 +246,36 @@ def test_a_failed_registration_after_finalize_undoes_finalize(rig: Any, manager:
     assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
     assert arena.backed_bytes == sink
     assert engine.held[arena.base] == sink
+
+
+def test_who_will_not_let_go_keeps_nobody_else_from_it(
+    rig: Any, manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finalize that is taken back, while one engine holds on to the new memory."""
+    bundle = rig.reserved(256, 128)
+    first, second = manager(bundle), manager(bundle)
+    for kv in (first, second):
+        kv.register_buffer_to_engine()
+    arena = bundle.bound.arena
+
+    class Broken:
+        @hookimpl(trylast=True)
+        def kvarena_pool_finalized(self, pool: Any) -> None:
+            for kv in (first, second):
+                assert kv.engine.engine.held[arena.base] > bundle.bound.sink_bytes
+            stuck.unregister_memory = lambda address: -202
+            raise ZeroDivisionError("an observer of anybody's")
+
+    stuck, other = first.engine.engine, second.engine.engine
+    rig.plug(Broken())
+    with pytest.raises(KvArenaError, match="an observer of anybody's"):
+        bundle.kv.finalize_backing(rig.config(164, 84))
+    assert arena.base in stuck.held
+    assert "still holds registrations" in caplog.text
+    # The sink, the new size, and what is there now.
+    done = [call[0] for call in other.calls if call[1] == arena.base]
+    assert done == ["register", "unregister", "register", "unregister", "register"]
+    del stuck.unregister_memory
 
 
 def test_memory_stays_while_an_engine_will_not_let_go(finalized: Any, manager: Any) -> None:

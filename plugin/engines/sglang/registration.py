@@ -151,6 +151,12 @@ class KvRegistration:
             self.close()
             raise
 
+    @hookimpl(trylast=True)
+    def kvarena_pool_resizing(self, pool: Any) -> None:
+        """The arena's memory is about to be replaced."""
+        if pool is self.bound:
+            self.ledger.clear()
+
     @hookimpl
     def kvarena_pool_finalized(self, pool: Any) -> None:
         """The manager registered before finalize: register again what is backed now."""

@@ -137,8 +137,8 @@ class ResizeSession:
             state = "closed" if self.bound.closed else "finalized already"
             raise PoolStateError(f"This pool is {state}.")
         # Run last: whatever was registered before, the sink, is registered again once it is back.
-        self.undo(self._announce_sink)
-        self._let_go()
+        self.undo(lambda: self._tell_every("reserved"))
+        runtime.manager.hook.kvarena_pool_resizing(pool=self.bound, keep_bytes=0)
         # From here on, even if no other rank can be heard any more.
         self.undo(self.bound.revert)
         while True:
@@ -178,7 +178,7 @@ class ResizeSession:
             swa_max_total_num_tokens=getattr(config, "swa_max_total_num_tokens", None),
             unified_memory_pool_bytes=self.bound.total_bytes,
         )
-        self.undo(self._let_go)  # before the memory behind a region goes
+        self.undo(lambda: self._tell_every("resizing", keep_bytes=0))  # before the memory of a region goes
         runtime.manager.hook.kvarena_pool_finalized(pool=self.bound, resize=resize)
         return resize
 
@@ -217,12 +217,10 @@ class ResizeSession:
             self._told = True  # who cannot be reached now is not waited for once more
             raise
 
-    def _let_go(self) -> None:
-        for ledger in self.bound.ledgers:
-            ledger.clear()
-
-    def _announce_sink(self) -> None:
-        for failure in runtime.manager.call_every("kvarena_pool_reserved", pool=self.bound):
+    def _tell_every(self, what: str, **kwargs: Any) -> None:
+        """Every plugin hears, whatever became of the one before it."""
+        hook = f"kvarena_pool_{what}"
+        for failure in runtime.manager.call_every(hook, pool=self.bound, **kwargs):
             logger.error("kvarena: %s", failure)
 
     def _allowed(self, budget: int) -> int:
