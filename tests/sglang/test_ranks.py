@@ -103,6 +103,15 @@ def test_one_ranks_lack_of_memory_makes_both_smaller(pair: Run) -> None:
     assert 300_000 < a["total"] <= 400_000
 
 
+@pytest.mark.parametrize("retries", [[4, 0], [0, 4]])
+def test_ranks_whose_settings_differ_stay_in_step(pair: Run, retries: list[int]) -> None:
+    """Each host has an environment of its own; who would try again must not wait for who would not."""
+    seen = pair({"budget": [500_000, 500_000], "limit": [1 << 30, 400_000], "retries": retries})
+    assert all(at_the_sink(each) for each in seen)
+    assert [each["failed"] for each in seen] == [[1], [1]]
+    assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["solver", "back", "late", "hook"])
 def test_one_ranks_failure_undoes_both_and_names_it(pair: Run, failing: int, where: str) -> None:

@@ -18,7 +18,7 @@ class Report(NamedTuple):
     failure: str = ""
     """Why it cannot go on; empty: it can."""
     retry: bool = False
-    """Whether less memory might help."""
+    """Whether this rank would try again with less."""
     tokens: int = 0
     nbytes: int = 0
 

@@ -146,7 +146,8 @@ class ResizeSession:
             reports = self._exchange(mine)
             if not any(report.failure or report.stage != mine.stage for report in reports):
                 break
-            if not self._may_retry(reports, mine.stage):
+            # Decided by what all have said, the same everywhere: settings may differ between hosts.
+            if not all(report.retry for report in reports):
                 self._told = True  # all ranks end here; none will be in another exchange
                 if error is not None and self.ranks.count == 1:
                     raise error
@@ -273,20 +274,17 @@ class ResizeSession:
 
     def _try_to_back(self, config: Any) -> tuple[Report, KvArenaError | None]:
         nbytes = getattr(config, "unified_memory_pool_bytes", None)
+        retries = 0 if runtime.settings is None else runtime.settings.finalize_retries
+        again = self._solver is not None and self.attempts < retries
         began = time.perf_counter()
         try:
             self.bound.back(nbytes)  # type: ignore[arg-type]
         except OutOfMemoryError as error:
-            return Report("backed", failure=str(error), retry=True), error
+            return Report("backed", failure=str(error), retry=again), error
         except KvArenaError as error:
             return Report("backed", failure=str(error)), error
         self.backing_ms = (time.perf_counter() - began) * 1e3
-        return Report("backed", nbytes=self.bound.backed_bytes), None
-
-    def _may_retry(self, reports: list[Report], stage: str) -> bool:
-        retries = 0 if runtime.settings is None else runtime.settings.finalize_retries
-        hopeless = any(report.stage != stage or (report.failure and not report.retry) for report in reports)
-        return self._solver is not None and self.attempts < retries and not hopeless
+        return Report("backed", retry=again, nbytes=self.bound.backed_bytes), None
 
     def _less(self, error: KvArenaError | None) -> int:
         """How many bytes to ask for less: what was lacking, at least 1/128, and twice as much each time.
