@@ -246,6 +246,8 @@ def planner_arguments(release: Release, **changes: Any) -> Any:
         "enable_unified_memory": True,
         "enable_kv_cache_sharding": False,
         "enable_hisparse": False,
+        "enable_pd_role_switch": False,
+        "elastic_ep_backend": None,
         "enable_dynamic_chunking": False,
         "disaggregation_mode": "null",
         "disaggregation_transfer_backend": "mooncake",
