@@ -239,6 +239,7 @@ def planner_arguments(release: Release, **changes: Any) -> Any:
     fields = {
         "device": "cuda",
         "dcp_size": 1,
+        "attn_cp_size": 1,
         "pp_size": 1,
         "kv_cache_dtype": "auto",
         "prefill_only_disable_kv_cache": False,

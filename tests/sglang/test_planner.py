@@ -23,6 +23,7 @@ pytestmark = pytest.mark.sglang
 REFUSED = {
     "cpu": ({"device": "cpu"}, "no_driver"),
     "dcp": ({"dcp_size": 2}, "decode_context_parallel"),
+    "cp": ({"attn_cp_size": 2}, "context_parallel"),
     "memory_saver": ({"enable_memory_saver": True}, "memory_saver"),
     "no_kv": ({"prefill_only_disable_kv_cache": True}, "no_kv_cache"),
     "decode_graphs": ({"graph__decode__backend": "disabled"}, "no_decode_graphs"),
@@ -194,6 +195,7 @@ def test_stock_knows_a_reason_that_we_do_not(
 
 ARGUMENTS = (
     "dcp_size",
+    "attn_cp_size",
     "use_ray",
     "enable_hisparse",
     "enable_memory_saver",

@@ -30,6 +30,7 @@ SETTING_NAMES = {
     "memory_saver": "--enable-memory-saver",
     "custom_mem_pool": "SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
     "dcp_size": "--dcp-size",
+    "context_parallel_size": "--attn-cp-size",
     "speculative_algorithm": "--speculative-algorithm",
     "ray": "--use-ray",
     "kv_cache_sharding": "--enable-kv-cache-sharding",
@@ -87,6 +88,7 @@ def request_from(server_args: Any, *, drafts_are_stocks_business: bool = False) 
         memory_saver=bool(cfg.enable_memory_saver),
         custom_mem_pool=_env("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
         dcp_size=int(cfg.dcp_size),
+        context_parallel_size=int(cfg.attn_cp_size),
         speculative_algorithm=None if drafts_are_stocks_business else cfg.speculative_algorithm,
         ray=bool(cfg.use_ray),
         # Came with 0.5.22; every other field is in all releases, and one that is gone cannot be read.
@@ -188,7 +190,7 @@ def _disabled(phase: Any) -> bool:
 
 
 def _is_rocm() -> bool:
-    """Whether torch's "cuda" is AMD's, for which SGLang's runner never sizes late, though its planner says so."""
+    """Whether torch's "cuda" is AMD's: SGLang's planner sizes late by its name, its runner does not."""
     import torch
 
     return torch.version.hip is not None
