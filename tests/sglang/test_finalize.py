@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import HostVmm, OutOfMemoryError
 from kvarena.pool.sizing import RanksDisagreeError
 from kvarena.pool.testing import FailingDriver
@@ -101,6 +103,19 @@ def test_what_was_resized_equals_a_pool_built_so(
     sides = config.full_max_total_num_tokens, config.swa_max_total_num_tokens
     nbytes = None if rig.release.number <= 18 else bundle.bound.total_bytes
     assert rig_module.scalars(bundle) == rig_module.scalars(rig.eager(*sides, nbytes=nbytes))
+
+
+def test_sglangs_poison_reaches_what_finalize_backs_and_spares_the_sink(
+    served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(resolve("sglang.srt.environ.envs"), "SGLANG_DEBUG_POISON_POOL"):
+        pytest.skip("this release has no such switch")
+    bundle, runner = served()
+    monkeypatch.setenv("SGLANG_DEBUG_POISON_POOL", "1")
+    runner_module.resize(runner)
+    sink, end = bundle.bound.sink_bytes, bundle.bound.total_bytes // 2 * 2
+    assert not bundle.pool._raw[:sink].any()
+    assert bundle.pool._raw[sink:end].view(torch.bfloat16).isnan().all()
 
 
 class Boastful:
