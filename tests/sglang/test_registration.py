@@ -394,6 +394,30 @@ def test_pools_that_are_not_ours_register_as_stock_does(rig: Any, manager: Any) 
     assert kv.connection_pool == {}
 
 
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+def test_a_manager_that_registers_again_holds_each_byte_once(
+    finalized: Any, manager: Any, backend: str
+) -> None:
+    """SGLang's release and resume of memory, for a manager that cannot unregister."""
+    kv = manager(finalized, backend=backend)
+    kv.register_buffer_to_engine()
+    calls, held = list(kv.engine.engine.calls), list(kv.agent.held)
+    kv.register_buffer_to_engine()
+    assert kv.engine.engine.calls == calls
+    assert kv.agent.held == held
+    assert len(finalized.bound.ledgers) == 1
+    finalized.bound.close()
+    assert kv.engine.engine.held == {}
+    assert kv.agent.held == []
+
+
+def test_a_manager_of_memory_that_is_not_ours_may_list_what_it_likes(rig: Any, manager: Any) -> None:
+    kv = manager(rig.eager(256, 128))
+    kv.kv_args.aux_data_lens = [4096, 64]  # stock's zip ends with the shorter list
+    kv.register_buffer_to_engine()
+    assert 4096 in kv.engine.engine.held.values()
+
+
 def test_nixl_registers_each_byte_once(finalized: Any, manager: Any) -> None:
     kv = manager(finalized, backend="nixl")
     kv.register_buffer_to_engine()
