@@ -16,6 +16,7 @@ from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import HostVmm, OutOfMemoryError
+from kvarena.pool.errors import PoolStateError
 from kvarena.pool.sizing import RanksDisagreeError
 from kvarena.pool.testing import FailingDriver
 
@@ -265,6 +266,40 @@ def test_an_allocator_that_cannot_resize_undoes_the_backing(
     for side in bundle.sides:
         side.clear()
     assert rig_module.scalars(bundle) == before
+
+
+def test_what_fails_in_sglang_after_everything_was_resized_undoes_it(
+    served: Any, runner_module: Any, rig_module: Any, observer: Any
+) -> None:
+    bundle, runner = served()
+    before, config = rig_module.scalars(bundle), vars(runner.memory_pool_config).copy()
+    runner.req_to_token_pool.reset_aux_cache_allocator = _raise
+    with pytest.raises(ZeroDivisionError):
+        runner_module.resize(runner)
+    assert rig_module.scalars(bundle) == before
+    assert vars(runner.memory_pool_config) == config
+    assert observer.heard[-1] == ("reserved", bundle.bound.sink_bytes)
+    runner.req_to_token_pool.reset_aux_cache_allocator = lambda: None
+    runner_module.resize(runner)
+    assert bundle.allocator.available_size() > 0
+
+
+def test_a_second_resize_is_refused_and_changes_nothing(
+    served: Any, runner_module: Any, rig_module: Any, observer: Any
+) -> None:
+    bundle, runner = served()
+    runner_module.resize(runner)
+    locations = bundle.allocator.alloc(8)
+    before, config = rig_module.scalars(bundle), vars(runner.memory_pool_config).copy()
+    heard, tokens = list(observer.heard), runner.max_total_num_tokens
+    bundle.pool._raw[: bundle.bound.total_bytes].fill_(5)
+    with pytest.raises(PoolStateError, match="finalized already"):
+        runner_module.resize(runner)
+    assert rig_module.scalars(bundle) == before
+    assert vars(runner.memory_pool_config) == config
+    assert (observer.heard, runner.max_total_num_tokens) == (heard, tokens)
+    assert bool((bundle.pool._raw[: bundle.bound.total_bytes] == 5).all())
+    bundle.allocator.free(locations)
 
 
 class Two(Ranks):
