@@ -371,6 +371,17 @@ def test_a_class_replaced_by_another_name_makes_everything_stock(
     assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
 
 
+@pytest.mark.parametrize(
+    "listed", ["", "kvarena", " other , kvarena ", "other", "kvarena-other", ",", " ", " ,"]
+)
+def test_the_doctor_reads_the_list_of_plugins_as_sglang_does(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", listed)
+    loaded = resolve("sglang.srt.plugins.load_plugins_by_group")("sglang.srt.plugins")
+    assert ("kvarena" in loaded) is (attach.refused_by_environment() is None)
+
+
 SCRIPT = """
 import logging, os, sys
 import mocks

@@ -189,7 +189,8 @@ def _plugin_name(source: Any) -> str:
 def refused_by_environment(environ: dict[str, str] | None = None) -> str | None:
     """Why SGLang would not even call kvarena; for ``kvarena doctor``, since then no code of ours runs."""
     environ = dict(os.environ) if environ is None else environ
-    allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if allowed and ENTRY_POINT not in allowed:
-        return f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} leaves kvarena out; add {ENTRY_POINT} to it"
+    listed = environ.get("SGLANG_PLUGINS", "")
+    # Only an empty variable allows all: one of blanks and commas is a list of nobody.
+    if listed and ENTRY_POINT not in (name.strip() for name in listed.split(",")):
+        return f"SGLANG_PLUGINS={listed} leaves kvarena out; add {ENTRY_POINT} to it"
     return None
