@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvarena.plugin.engines.sglang.ranks import Ranks, Report
+from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
 from kvarena.pool.sizing import RanksDisagreeError
 
 Run = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -139,7 +139,7 @@ def test_alone() -> None:
     assert ranks.count == 1
     assert ranks.exchange(Report("sized", tokens=5)) == [Report("sized", tokens=5)]
     with pytest.raises(RanksDisagreeError, match="rank 0: full"):
-        ranks.agree(Report("sized", failure="full"))
+        raise_if_failed(ranks.exchange(Report("sized", failure="full")), "sized")
 
 
 def test_who_fails_before_ranks_meet_waits_for_nobody(pair: Run) -> None:

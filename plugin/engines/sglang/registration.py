@@ -32,8 +32,6 @@ _KINDS = ("kv", "aux", "state")
 class Buffer(NamedTuple):
     """One entry of SGLang's ``KVArgs``."""
 
-    part: str
-    """``"kv"``, ``"aux"`` or ``"state"``."""
     region: Region
     memory: str = "VRAM"
     """NIXL's word for where it lies."""
@@ -295,7 +293,7 @@ def _buffers(kv_args: Any) -> Iterator[Buffer]:
                 memory = "DRAM" if part == "aux" else "VRAM"
                 if part == "kv" and index < len(kinds):
                     memory = kinds[index]
-                yield Buffer(part, Region(int(ptr), int(nbytes)), memory)
+                yield Buffer(Region(int(ptr), int(nbytes)), memory)
 
 
 def _lists(kv_args: Any, part: str) -> Iterable[tuple[Any, Any]]:
