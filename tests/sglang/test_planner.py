@@ -185,6 +185,35 @@ def test_the_same_host_setting_is_said_to_have_no_effect_where_it_has_none(
     assert caplog.text.count("KVARENA_SAME_HOST has no effect") == lines
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by nothing"),
+        (
+            {"disaggregation_mode": "prefill"},
+            "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by mooncake",
+        ),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, ""),
+    ],
+    ids=["no pair", "mooncake", "nixl"],
+)
+def test_a_transfer_engine_that_sglang_does_not_use_is_said_to_have_no_effect(
+    sglang: Any,
+    rig_module: Any,
+    reasons: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    line: str,
+) -> None:
+    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, transfer=("nixl",)))
+    runtime._said.clear()
+    for _ in range(2):
+        assert reasons(rig_module.planner_arguments(sglang, **changes)) == (True, [])
+    assert caplog.text.count("has no effect") == bool(line)
+    assert line in caplog.text
+
+
 def test_stock_knows_a_reason_that_we_do_not(
     sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,9 +72,17 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
 
 
 def _say_what_has_no_effect(server_args: Any) -> None:
-    cfg = config_view(server_args)
-    pair = cfg.disaggregation_mode != "null" and cfg.disaggregation_transfer_backend == "mooncake"
-    if runtime.settings is not None and runtime.settings.same_host and not pair:
+    cfg, settings = config_view(server_args), runtime.settings
+    if settings is None:
+        return
+    backend = cfg.disaggregation_transfer_backend if cfg.disaggregation_mode != "null" else None
+    if set(settings.transfer) - {backend}:
+        runtime.say_once(
+            logging.WARNING,
+            f"kvarena: KVARENA_TRANSFER={','.join(settings.transfer)} has no effect: SGLang transfers by "
+            f"{backend or 'nothing'} here (--disaggregation-mode, --disaggregation-transfer-backend).",
+        )
+    if settings.same_host and backend != "mooncake":
         runtime.say_once(
             logging.WARNING,
             "kvarena: KVARENA_SAME_HOST has no effect: it is for prefill and decode servers with Mooncake "
