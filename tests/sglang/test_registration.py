@@ -216,6 +216,51 @@ def test_role_switch_unregisters_exactly_what_was_registered(finalized: Any, man
     assert engine.held[finalized.bound.arena.base] == finalized.bound.arena.backed_bytes
 
 
+@pytest.fixture
+def switched(rig: Any, manager: Any) -> Any:
+    """A manager that SGLang can tear down as it does in a role switch."""
+    if rig.release.number < 21:
+        pytest.skip("roles can be switched since 0.5.21")
+
+    def build(bundle: Any) -> Any:
+        made = manager(bundle)
+        made._worker_threads, made._socket_cache, made._monitor_cache = [], {}, {}
+        made._socket_lock = threading.Lock()
+        made.server_socket = SimpleNamespace(close=lambda linger: None)
+        made._zmq_ctx = SimpleNamespace(destroy=lambda linger: None)
+        made.disaggregation_mode = SimpleNamespace(value="prefill")
+        return made
+
+    return build
+
+
+def test_sglangs_teardown_and_the_next_managers_registration(finalized: Any, switched: Any) -> None:
+    first, second = switched(finalized), switched(finalized)
+    second.engine = first.engine  # one a process
+    engine, arena = first.engine.engine, finalized.bound.arena
+    first.register_buffer_to_engine()
+    first.teardown()
+    assert engine.held == {}
+    second.register_buffer_to_engine()
+    assert engine.held == {arena.base: arena.backed_bytes, second.kv_args.aux_data_ptrs[0]: 4096}
+
+
+def test_what_a_teardown_could_not_unregister_is_an_error_of_the_next_manager(
+    finalized: Any, switched: Any
+) -> None:
+    """SGLang logs what fails in a teardown, and goes on."""
+    first, second = switched(finalized), switched(finalized)
+    second.engine = first.engine
+    engine, arena = first.engine.engine, finalized.bound.arena
+    first.register_buffer_to_engine()
+    engine.unregister_memory, unregister = (lambda address: -202), engine.unregister_memory
+    first.teardown()
+    with pytest.raises(RegistrationError, match="-7"):
+        second.register_buffer_to_engine()
+    assert engine.held[arena.base] == arena.backed_bytes
+    engine.unregister_memory = unregister
+
+
 def test_a_manager_that_registered_first_is_registered_again_after_finalize(rig: Any, manager: Any) -> None:
     bundle = rig.reserved(256, 128)
     kv = manager(bundle)

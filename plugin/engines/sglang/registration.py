@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 from kvarena.hooks import hookimpl
+from kvarena.plugin.closing import failures_of
 from kvarena.plugin.engines.sglang.bound import BoundPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
+from kvarena.pool.transaction import add_note
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
 __all__ = [
@@ -150,8 +152,9 @@ class KvRegistration:
         try:
             self._register_others()
             self._move()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            for second in failures_of(self.close, "the registration"):
+                add_note(error, f"this failed too: {second}")
             raise
 
     @hookimpl(trylast=True)
