@@ -269,17 +269,18 @@ def test_an_allocator_that_cannot_resize_undoes_the_backing(
 
 
 def test_what_fails_in_sglang_after_everything_was_resized_undoes_it(
-    served: Any, runner_module: Any, rig_module: Any, observer: Any
+    served: Any, runner_module: Any, rig_module: Any, observer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, runner = served()
     before, config = rig_module.scalars(bundle), vars(runner.memory_pool_config).copy()
-    runner.req_to_token_pool.reset_aux_cache_allocator = _raise
+    runner.max_running_requests = 2  # looked at last
+    monkeypatch.setattr(type(runner.kv_cache_configurator), "resolve_max_num_reqs", _raise)
     with pytest.raises(ZeroDivisionError):
         runner_module.resize(runner)
     assert rig_module.scalars(bundle) == before
     assert vars(runner.memory_pool_config) == config
     assert observer.heard[-1] == ("reserved", bundle.bound.sink_bytes)
-    runner.req_to_token_pool.reset_aux_cache_allocator = lambda: None
+    runner.max_running_requests = None
     runner_module.resize(runner)
     assert bundle.allocator.available_size() > 0
 
