@@ -344,7 +344,13 @@ def test_a_plugin_that_knows_a_target_by_another_name_makes_everything_stock(
     if sglang.number < since:
         pytest.skip("the planner is a method, and has no other name")
     owner, _, name = path.rpartition(".")
-    monkeypatch.setattr(resolve(owner), name, resolve(path))  # taken back after the test
+    hooked = resolve(path)
+    # SGLang spreads a hook to every module that holds the function; all are taken back after the test.
+    holders = [
+        each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is hooked
+    ]
+    for holder in (resolve(owner), *holders):
+        monkeypatch.setattr(holder, name, hooked)
     monkeypatch.setattr(sglang.registry, "_patched", set(sglang.registry._patched))
     source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
     entry = (resolve("sglang.srt.plugins.hook_registry.HookType")[kind], lambda *a, **k: False, source)
