@@ -52,7 +52,7 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     arena = Arena(driver, RESERVED)  # type: ignore[arg-type]
     arena.back(PAGE * 96)
     bound = BoundPool(pool, arena, sink_bytes=PAGE * 96)
-    runtime.settings = _settings()
+    runtime.settings = _settings(mine.get("retries", 4))
     runtime.family = FAMILY
     seen: dict[str, Any] = {"error": "", "kind": ""}
     layers = mine.get("layers", 1)
@@ -134,10 +134,10 @@ def make_pool() -> Any:
     )
 
 
-def _settings() -> Any:
+def _settings(retries: int) -> Any:
     from kvarena.plugin.config import Settings
 
-    return Settings(enable=True, load_plugins=False, status=False)
+    return Settings(enable=True, load_plugins=False, status=False, finalize_retries=retries)
 
 
 class _Hook:

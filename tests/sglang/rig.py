@@ -239,6 +239,7 @@ def planner_arguments(release: Release, **changes: Any) -> Any:
     fields = {
         "device": "cuda",
         "dcp_size": 1,
+        "attn_cp_size": 1,
         "pp_size": 1,
         "kv_cache_dtype": "auto",
         "prefill_only_disable_kv_cache": False,
@@ -246,6 +247,8 @@ def planner_arguments(release: Release, **changes: Any) -> Any:
         "enable_unified_memory": True,
         "enable_kv_cache_sharding": False,
         "enable_hisparse": False,
+        "enable_pd_role_switch": False,
+        "elastic_ep_backend": None,
         "enable_dynamic_chunking": False,
         "disaggregation_mode": "null",
         "disaggregation_transfer_backend": "mooncake",

@@ -325,6 +325,69 @@ def test_a_class_that_another_plugin_replaced_makes_everything_stock(
     assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
 
 
+@pytest.mark.parametrize("kind", ["REPLACE", "AROUND"])
+@pytest.mark.parametrize(
+    ("path", "since"),
+    [
+        ("sglang.srt.model_executor.model_runner.KVCacheConfigurator.config_from_budget", 17),
+        (
+            "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.post_capture_kv_sizing_planned",
+            19,
+        ),
+    ],
+    ids=["class", "function"],
+)
+def test_a_plugin_that_knows_a_target_by_another_name_makes_everything_stock(
+    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, path: str, since: int, kind: str
+) -> None:
+    """Modules hand on what they import; applied by SGLang itself, over our hook."""
+    if sglang.number < since:
+        pytest.skip("the planner is a method, and has no other name")
+    owner, _, name = path.rpartition(".")
+    hooked = resolve(path)
+    # SGLang spreads a hook to every module that holds the function; all are taken back after the test.
+    holders = [
+        each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is hooked
+    ]
+    for holder in (resolve(owner), *holders):
+        monkeypatch.setattr(holder, name, hooked)
+    monkeypatch.setattr(sglang.registry, "_patched", set(sglang.registry._patched))
+    source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
+    entry = (resolve("sglang.srt.plugins.hook_registry.HookType")[kind], lambda *a, **k: False, source)
+    monkeypatch.setitem(sglang.registry._hooks, path, [entry])
+    sglang.registry.apply_hooks()
+    assert path in sglang.registry._patched
+    monkeypatch.setattr(runtime, "_problems", None)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
+    assert rig_module.plan(sglang, rig_module.planner_arguments(sglang)) is False
+
+
+def test_a_class_replaced_by_another_name_makes_everything_stock(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "sglang.srt.model_executor.model_runner.KVCacheConfigurator"
+    source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
+    kind = resolve("sglang.srt.plugins.hook_registry.HookType").REPLACE
+    replaced = type("Mine", (resolve(path),), {})
+    for module in ("sglang.srt.model_executor.model_runner", "sglang.srt.mem_cache.kv_cache_configurator"):
+        monkeypatch.setattr(resolve(module), "KVCacheConfigurator", replaced)  # as SGLang spreads it
+    monkeypatch.setitem(sglang.registry._hooks, path, [(kind, replaced, source)])
+    monkeypatch.setattr(runtime, "_problems", None)
+    assert runtime.problems() == [f"{path} is hooked by another plugin too (other)"]
+
+
+@pytest.mark.parametrize(
+    "listed", ["", "kvarena", " other , kvarena ", "other", "kvarena-other", ",", " ", " ,"]
+)
+def test_the_doctor_reads_the_list_of_plugins_as_sglang_does(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", listed)
+    loaded = resolve("sglang.srt.plugins.load_plugins_by_group")("sglang.srt.plugins")
+    assert ("kvarena" in loaded) is (attach.refused_by_environment() is None)
+
+
 SCRIPT = """
 import logging, os, sys
 import mocks

@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import HostVmm, OutOfMemoryError
+from kvarena.pool.errors import PoolStateError
 from kvarena.pool.sizing import RanksDisagreeError
 from kvarena.pool.testing import FailingDriver
 
@@ -51,6 +54,12 @@ def observer(rig: Any) -> Any:
             self.heard.append(("reserved", pool.active_allocation_bytes))
 
         @hookimpl
+        def kvarena_pool_resizing(self, pool: Any, keep_bytes: int) -> None:
+            assert keep_bytes == 0
+            assert pool.arena.mappings  # before the memory goes
+            self.heard.append(("resizing", pool.active_allocation_bytes))
+
+        @hookimpl
         def kvarena_pool_finalized(self, pool: Any, resize: Any) -> None:
             if self.broken:
                 raise ZeroDivisionError("an observer of anybody's")
@@ -80,9 +89,10 @@ def test_the_pool_gets_what_is_free_and_the_sink(
     assert len(bound.arena.mappings) == 1
     assert runner.max_total_num_tokens == runner.memory_pool_config.max_total_num_tokens
     assert runner.memory_pool_config.unified_memory_pool_bytes == bound.total_bytes
-    assert observer.heard == [("reserved", bound.sink_bytes), ("finalized", bound.total_bytes)]
+    sink = bound.sink_bytes
+    assert observer.heard == [("reserved", sink), ("resizing", sink), ("finalized", bound.total_bytes)]
     bound.close()
-    assert [event for event, _ in observer.heard] == ["reserved", "finalized", "closing"]
+    assert [event for event, _ in observer.heard][3:] == ["closing"]
 
 
 def test_what_was_resized_equals_a_pool_built_so(
@@ -94,6 +104,19 @@ def test_what_was_resized_equals_a_pool_built_so(
     sides = config.full_max_total_num_tokens, config.swa_max_total_num_tokens
     nbytes = None if rig.release.number <= 18 else bundle.bound.total_bytes
     assert rig_module.scalars(bundle) == rig_module.scalars(rig.eager(*sides, nbytes=nbytes))
+
+
+def test_sglangs_poison_reaches_what_finalize_backs_and_spares_the_sink(
+    served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(resolve("sglang.srt.environ.envs"), "SGLANG_DEBUG_POISON_POOL"):
+        pytest.skip("this release has no such switch")
+    bundle, runner = served()
+    monkeypatch.setenv("SGLANG_DEBUG_POISON_POOL", "1")
+    runner_module.resize(runner)
+    sink, end = bundle.bound.sink_bytes, bundle.bound.total_bytes // 2 * 2
+    assert not bundle.pool._raw[:sink].any()
+    assert bundle.pool._raw[sink:end].view(torch.bfloat16).isnan().all()
 
 
 class Boastful:
@@ -192,7 +215,12 @@ def test_a_hook_that_raises_undoes_the_resize_and_is_named(
     assert rig_module.scalars(bundle) == before
     assert runner.max_total_num_tokens == tokens
     assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
-    assert observer.heard[-1] == ("reserved", bundle.bound.sink_bytes)
+    sink = bundle.bound.sink_bytes
+    assert observer.heard[:2] == [("reserved", sink), ("resizing", sink)]
+    # Who heard of the new size lets go of it, and hears of the sink.
+    assert [event for event, _ in observer.heard[2:]] == ["resizing", "reserved"]
+    assert observer.heard[2][1] > sink
+    assert observer.heard[3] == ("reserved", sink)
     observer.broken = False
     runner_module.resize(runner)
     assert bundle.bound.finalized
@@ -238,6 +266,41 @@ def test_an_allocator_that_cannot_resize_undoes_the_backing(
     for side in bundle.sides:
         side.clear()
     assert rig_module.scalars(bundle) == before
+
+
+def test_what_fails_in_sglang_after_everything_was_resized_undoes_it(
+    served: Any, runner_module: Any, rig_module: Any, observer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, runner = served()
+    before, config = rig_module.scalars(bundle), vars(runner.memory_pool_config).copy()
+    runner.max_running_requests = 2  # looked at last
+    monkeypatch.setattr(type(runner.kv_cache_configurator), "resolve_max_num_reqs", _raise)
+    with pytest.raises(ZeroDivisionError):
+        runner_module.resize(runner)
+    assert rig_module.scalars(bundle) == before
+    assert vars(runner.memory_pool_config) == config
+    assert observer.heard[-1] == ("reserved", bundle.bound.sink_bytes)
+    runner.max_running_requests = None
+    runner_module.resize(runner)
+    assert bundle.allocator.available_size() > 0
+
+
+def test_a_second_resize_is_refused_and_changes_nothing(
+    served: Any, runner_module: Any, rig_module: Any, observer: Any
+) -> None:
+    bundle, runner = served()
+    runner_module.resize(runner)
+    locations = bundle.allocator.alloc(8)
+    before, config = rig_module.scalars(bundle), vars(runner.memory_pool_config).copy()
+    heard, tokens = list(observer.heard), runner.max_total_num_tokens
+    bundle.pool._raw[: bundle.bound.total_bytes].fill_(5)
+    with pytest.raises(PoolStateError, match="finalized already"):
+        runner_module.resize(runner)
+    assert rig_module.scalars(bundle) == before
+    assert vars(runner.memory_pool_config) == config
+    assert (observer.heard, runner.max_total_num_tokens) == (heard, tokens)
+    assert bool((bundle.pool._raw[: bundle.bound.total_bytes] == 5).all())
+    bundle.allocator.free(locations)
 
 
 class Two(Ranks):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import planner
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.sglang
 REFUSED = {
     "cpu": ({"device": "cpu"}, "no_driver"),
     "dcp": ({"dcp_size": 2}, "decode_context_parallel"),
+    "cp": ({"attn_cp_size": 2}, "context_parallel"),
     "memory_saver": ({"enable_memory_saver": True}, "memory_saver"),
     "no_kv": ({"prefill_only_disable_kv_cache": True}, "no_kv_cache"),
     "decode_graphs": ({"graph__decode__backend": "disabled"}, "no_decode_graphs"),
@@ -42,6 +44,15 @@ REFUSED = {
     "sharding": ({"enable_kv_cache_sharding": True}, "kv_cache_sharding"),
     "hisparse": ({"enable_hisparse": True}, "hisparse"),
     "fp4": ({"kv_cache_dtype": "fp4_e2m1"}, "fp4"),
+    "elastic_ep": ({"elastic_ep_backend": "mooncake"}, "elastic_ep"),
+    "role_switch": (
+        {
+            "disaggregation_mode": "decode",
+            "enable_pd_role_switch": True,
+            "graph__prefill__backend": "disabled",
+        },
+        "role_switch",
+    ),
     "eagle": ({"speculative_algorithm": "EAGLE"}, None),
     "standalone": ({"speculative_algorithm": "STANDALONE"}, None),
 }
@@ -82,7 +93,7 @@ def test_both_sides_of_disaggregation_are_planned(
 def test_each_refusal(sglang: Any, rig_module: Any, reasons: Any, name: str) -> None:
     changes, code = REFUSED[name]
     planned, codes = reasons(rig_module.planner_arguments(sglang, **changes))
-    assert planned is False or (sglang.hardened and name in ("ray", "hisparse", "fp4"))
+    assert planned is False
     assert codes
     if code is not None:
         assert code in codes
@@ -116,6 +127,18 @@ def test_mla_and_mamba_models_are_refused(
     hybrid = resolve("sglang.srt.configs.hybrid_arch")
     monkeypatch.setattr(hybrid, "mambaish_config", lambda model: object())
     assert "unsupported_kind" in reasons(rig_module.planner_arguments(sglang))[1]
+
+
+def test_a_prefill_server_may_become_a_decode_server(sglang: Any, rig_module: Any, reasons: Any) -> None:
+    """SGLang asks how much memory its decode graphs take before it captures them."""
+    changes = {"disaggregation_mode": "prefill", "enable_pd_role_switch": True}
+    assert reasons(rig_module.planner_arguments(sglang, **changes)) == (True, [])
+
+
+def test_amds_cuda_is_refused(sglang: Any, rig_module: Any, reasons: Any, monkeypatch: Any) -> None:
+    """SGLang's planner looks at the device's name, its runner at the platform: the reserve would be gone."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert reasons(rig_module.planner_arguments(sglang)) == (False, ["no_driver"])
 
 
 @pytest.mark.parametrize("protocol", ["efa", "EFA"])
@@ -162,6 +185,35 @@ def test_the_same_host_setting_is_said_to_have_no_effect_where_it_has_none(
     assert caplog.text.count("KVARENA_SAME_HOST has no effect") == lines
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by nothing"),
+        (
+            {"disaggregation_mode": "prefill"},
+            "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by mooncake",
+        ),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, ""),
+    ],
+    ids=["no pair", "mooncake", "nixl"],
+)
+def test_a_transfer_engine_that_sglang_does_not_use_is_said_to_have_no_effect(
+    sglang: Any,
+    rig_module: Any,
+    reasons: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    line: str,
+) -> None:
+    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, transfer=("nixl",)))
+    runtime._said.clear()
+    for _ in range(2):
+        assert reasons(rig_module.planner_arguments(sglang, **changes)) == (True, [])
+    assert caplog.text.count("has no effect") == bool(line)
+    assert line in caplog.text
+
+
 def test_stock_knows_a_reason_that_we_do_not(
     sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +222,15 @@ def test_stock_knows_a_reason_that_we_do_not(
     assert [refusal.code for refusal in refusals] == ["stock"]
 
 
-ARGUMENTS = ("dcp_size", "use_ray", "enable_hisparse", "enable_memory_saver", "prefill_only_disable_kv_cache")
+ARGUMENTS = (
+    "dcp_size",
+    "attn_cp_size",
+    "use_ray",
+    "enable_hisparse",
+    "enable_memory_saver",
+    "prefill_only_disable_kv_cache",
+    "elastic_ep_backend",
+)
 
 
 def test_the_refusals_look_at_arguments_that_sglang_has(sglang: Any) -> None:
@@ -178,6 +238,7 @@ def test_the_refusals_look_at_arguments_that_sglang_has(sglang: Any) -> None:
     real = resolve("sglang.srt.server_args.ServerArgs")(model_path="dummy")
     assert [name for name in ARGUMENTS if not hasattr(real, name)] == []
     assert hasattr(real, "enable_kv_cache_sharding") is sglang.hardened
+    assert hasattr(real, "enable_pd_role_switch") is (sglang.number >= 21)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvarena.plugin.engines.sglang.ranks import Ranks, Report
+from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
 from kvarena.pool.sizing import RanksDisagreeError
 
 Run = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -103,6 +103,15 @@ def test_one_ranks_lack_of_memory_makes_both_smaller(pair: Run) -> None:
     assert 300_000 < a["total"] <= 400_000
 
 
+@pytest.mark.parametrize("retries", [[4, 0], [0, 4]])
+def test_ranks_whose_settings_differ_stay_in_step(pair: Run, retries: list[int]) -> None:
+    """Each host has an environment of its own; who would try again must not wait for who would not."""
+    seen = pair({"budget": [500_000, 500_000], "limit": [1 << 30, 400_000], "retries": retries})
+    assert all(at_the_sink(each) for each in seen)
+    assert [each["failed"] for each in seen] == [[1], [1]]
+    assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["solver", "back", "late", "hook"])
 def test_one_ranks_failure_undoes_both_and_names_it(pair: Run, failing: int, where: str) -> None:
@@ -130,7 +139,7 @@ def test_alone() -> None:
     assert ranks.count == 1
     assert ranks.exchange(Report("sized", tokens=5)) == [Report("sized", tokens=5)]
     with pytest.raises(RanksDisagreeError, match="rank 0: full"):
-        ranks.agree(Report("sized", failure="full"))
+        raise_if_failed(ranks.exchange(Report("sized", failure="full")), "sized")
 
 
 def test_who_fails_before_ranks_meet_waits_for_nobody(pair: Run) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from kvarena.errors import KvArenaError
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.shapes import resolve
@@ -215,6 +216,51 @@ def test_role_switch_unregisters_exactly_what_was_registered(finalized: Any, man
     assert engine.held[finalized.bound.arena.base] == finalized.bound.arena.backed_bytes
 
 
+@pytest.fixture
+def switched(rig: Any, manager: Any) -> Any:
+    """A manager that SGLang can tear down as it does in a role switch."""
+    if rig.release.number < 21:
+        pytest.skip("roles can be switched since 0.5.21")
+
+    def build(bundle: Any) -> Any:
+        made = manager(bundle)
+        made._worker_threads, made._socket_cache, made._monitor_cache = [], {}, {}
+        made._socket_lock = threading.Lock()
+        made.server_socket = SimpleNamespace(close=lambda linger: None)
+        made._zmq_ctx = SimpleNamespace(destroy=lambda linger: None)
+        made.disaggregation_mode = SimpleNamespace(value="prefill")
+        return made
+
+    return build
+
+
+def test_sglangs_teardown_and_the_next_managers_registration(finalized: Any, switched: Any) -> None:
+    first, second = switched(finalized), switched(finalized)
+    second.engine = first.engine  # one a process
+    engine, arena = first.engine.engine, finalized.bound.arena
+    first.register_buffer_to_engine()
+    first.teardown()
+    assert engine.held == {}
+    second.register_buffer_to_engine()
+    assert engine.held == {arena.base: arena.backed_bytes, second.kv_args.aux_data_ptrs[0]: 4096}
+
+
+def test_what_a_teardown_could_not_unregister_is_an_error_of_the_next_manager(
+    finalized: Any, switched: Any
+) -> None:
+    """SGLang logs what fails in a teardown, and goes on."""
+    first, second = switched(finalized), switched(finalized)
+    second.engine = first.engine
+    engine, arena = first.engine.engine, finalized.bound.arena
+    first.register_buffer_to_engine()
+    engine.unregister_memory, unregister = (lambda address: -202), engine.unregister_memory
+    first.teardown()
+    with pytest.raises(RegistrationError, match="-7"):
+        second.register_buffer_to_engine()
+    assert engine.held[arena.base] == arena.backed_bytes
+    engine.unregister_memory = unregister
+
+
 def test_a_manager_that_registered_first_is_registered_again_after_finalize(rig: Any, manager: Any) -> None:
     bundle = rig.reserved(256, 128)
     kv = manager(bundle)
@@ -245,6 +291,36 @@ def test_a_failed_registration_after_finalize_undoes_finalize(rig: Any, manager:
     assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
     assert arena.backed_bytes == sink
     assert engine.held[arena.base] == sink
+
+
+def test_who_will_not_let_go_keeps_nobody_else_from_it(
+    rig: Any, manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finalize that is taken back, while one engine holds on to the new memory."""
+    bundle = rig.reserved(256, 128)
+    first, second = manager(bundle), manager(bundle)
+    for kv in (first, second):
+        kv.register_buffer_to_engine()
+    arena = bundle.bound.arena
+
+    class Broken:
+        @hookimpl(trylast=True)
+        def kvarena_pool_finalized(self, pool: Any) -> None:
+            for kv in (first, second):
+                assert kv.engine.engine.held[arena.base] > bundle.bound.sink_bytes
+            stuck.unregister_memory = lambda address: -202
+            raise ZeroDivisionError("an observer of anybody's")
+
+    stuck, other = first.engine.engine, second.engine.engine
+    rig.plug(Broken())
+    with pytest.raises(KvArenaError, match="an observer of anybody's"):
+        bundle.kv.finalize_backing(rig.config(164, 84))
+    assert arena.base in stuck.held
+    assert "still holds registrations" in caplog.text
+    # The sink, the new size, and what is there now.
+    done = [call[0] for call in other.calls if call[1] == arena.base]
+    assert done == ["register", "unregister", "register", "unregister", "register"]
+    del stuck.unregister_memory
 
 
 def test_memory_stays_while_an_engine_will_not_let_go(finalized: Any, manager: Any) -> None:
@@ -361,6 +437,30 @@ def test_pools_that_are_not_ours_register_as_stock_does(rig: Any, manager: Any) 
     assert any(call[0] == "batch" for call in kv.engine.engine.calls)
     kv.deregister_buffer_to_engine()
     assert kv.connection_pool == {}
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+def test_a_manager_that_registers_again_holds_each_byte_once(
+    finalized: Any, manager: Any, backend: str
+) -> None:
+    """SGLang's release and resume of memory, for a manager that cannot unregister."""
+    kv = manager(finalized, backend=backend)
+    kv.register_buffer_to_engine()
+    calls, held = list(kv.engine.engine.calls), list(kv.agent.held)
+    kv.register_buffer_to_engine()
+    assert kv.engine.engine.calls == calls
+    assert kv.agent.held == held
+    assert len(finalized.bound.ledgers) == 1
+    finalized.bound.close()
+    assert kv.engine.engine.held == {}
+    assert kv.agent.held == []
+
+
+def test_a_manager_of_memory_that_is_not_ours_may_list_what_it_likes(rig: Any, manager: Any) -> None:
+    kv = manager(rig.eager(256, 128))
+    kv.kv_args.aux_data_lens = [4096, 64]  # stock's zip ends with the shorter list
+    kv.register_buffer_to_engine()
+    assert 4096 in kv.engine.engine.held.values()
 
 
 def test_nixl_registers_each_byte_once(finalized: Any, manager: Any) -> None:

@@ -104,14 +104,32 @@ def application_problems(family: Family, layer: Layer) -> list[str]:
 
 
 def _other_plugins(registry: Any, target: Target) -> list[str]:
-    """Hooks of others on a target, or on the class that it belongs to."""
+    """Hooks of others on a target or on the class that it belongs to, by whichever name they know it."""
     handler, found = _handler(target), []
-    for path in (target.path, target.path.rpartition(".")[0]):
-        sources = [source for _, hook, source in registry._hooks.get(path, ()) if hook is not handler]
-        if sources:
+    for path, hooks in list(registry._hooks.items()):
+        sources = [source for _, hook, source in hooks if hook is not handler]
+        if sources and _is_same(path, target, handler):
             names = ", ".join(sorted({_plugin_name(source) for source in sources}))
             found.append(f"{path} is hooked by another plugin too ({names})")
     return found
+
+
+def _is_same(path: str, target: Target, handler: Any) -> bool:
+    """Whether a path leads to a target or its class: modules hand on what they import from others.
+
+    SGLang's wrapper of a replaced function still names it as ``__wrapped__``, so that ours is found behind
+    it although nobody calls it any more.
+    """
+    owner = target.path.rpartition(".")[0]
+    if path in (target.path, owner):
+        return True
+    if path.rpartition(".")[2] not in (target.path.rpartition(".")[2], owner.rpartition(".")[2]):
+        return False
+    try:
+        value = resolve(path)
+        return value is resolve(owner) or value is handler or handler in handlers_of(value)
+    except LookupError:
+        return False
 
 
 def _problem_of(registry: Any, target: Target) -> str:
@@ -171,7 +189,8 @@ def _plugin_name(source: Any) -> str:
 def refused_by_environment(environ: dict[str, str] | None = None) -> str | None:
     """Why SGLang would not even call kvarena; for ``kvarena doctor``, since then no code of ours runs."""
     environ = dict(os.environ) if environ is None else environ
-    allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if allowed and ENTRY_POINT not in allowed:
-        return f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} leaves kvarena out; add {ENTRY_POINT} to it"
+    listed = environ.get("SGLANG_PLUGINS", "")
+    # Only an empty variable allows all: one of blanks and commas is a list of nobody.
+    if listed and ENTRY_POINT not in (name.strip() for name in listed.split(",")):
+        return f"SGLANG_PLUGINS={listed} leaves kvarena out; add {ENTRY_POINT} to it"
     return None

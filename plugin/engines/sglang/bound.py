@@ -75,11 +75,6 @@ class BoundPool:
         return tensor
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """As SGLang's own owner lists it."""
-        return [self.raw]
-
-    @property
     def total_bytes(self) -> int:
         """Bytes that the pool's pages lie in: the reservation's before finalize."""
         return int(self.pool.total_bytes)

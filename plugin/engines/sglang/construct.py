@@ -115,7 +115,6 @@ def _lay_over_arena(
             pool.post_capture_active = True
             pool._post_capture_owner = bound
             pool._accessible_bytes = sink
-        _poison(pool, sink)
         return bound, (reserved - began) * 1e3, (backed - reserved) * 1e3
     except BaseException:
         arena.close()
@@ -161,15 +160,6 @@ def _floor_terms(pool: Any) -> list[tuple[str, int]]:
         return []
     tokens = context if window is None else min(context, window + pool._page_size)
     return [("swa_window_kv", tokens * int(spec.entry_bytes())), ("sink", sink_bytes_of(pool))]
-
-
-def _poison(pool: Any, backed: int) -> None:
-    """SGLang's debug switch fills fresh bytes with NaN; the arena has zeroed them."""
-    if hasattr(pool, "_initialize_raw"):
-        from sglang.srt.environ import envs
-
-        if envs.SGLANG_DEBUG_POISON_POOL.get():
-            pool._initialize_raw(pool._raw[:backed])
 
 
 def _is_active(self: Any) -> bool:

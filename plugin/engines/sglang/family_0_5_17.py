@@ -16,6 +16,7 @@ FAMILY = Family(
     layer=Layer.BACKPORT,
     targets=(
         Target("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", "self", "planner:plan"),
+        Target("sglang.srt.server_args.ServerArgs.__post_init__", "self", "resolution:resolve_arguments"),
         *sizing(
             "self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1, "
             "view_tail_pad_bytes=0",

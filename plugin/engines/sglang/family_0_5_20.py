@@ -14,6 +14,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    RESOLUTION,
     STAGING,
     sizing,
 )
@@ -32,6 +33,7 @@ def _family(
         layer=Layer.BACKPORT,
         targets=(
             PLANNER,
+            RESOLUTION,
             *sizing(
                 "self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1",
                 allocator,

@@ -9,6 +9,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    RESOLUTION,
     STAGING,
     sizing,
 )
@@ -24,6 +25,7 @@ FAMILY = Family(
     layer=Layer.BACKPORT,
     targets=(
         PLANNER,
+        RESOLUTION,
         *sizing("self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1", _ALLOCATOR),
         Target(
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_unified_swa_pools",

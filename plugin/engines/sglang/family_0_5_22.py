@@ -8,6 +8,7 @@ from kvarena.plugin.engines.sglang.shared_targets import (
     NEEDS,
     PLANNER,
     REGISTRATION,
+    RESOLUTION,
     STAGING,
     sizing,
 )
@@ -23,6 +24,7 @@ FAMILY = Family(
     layer=Layer.HARDENED,
     targets=(
         PLANNER,
+        RESOLUTION,
         *sizing(
             "self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1, "
             "post_capture_active=False, bs1_floor_terms=None, fused_draft=None",

@@ -6,10 +6,12 @@ SGLang calls, in this order and from ``ModelRunner.post_capture_resize_kv_pool``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from kvarena.plugin.engines.sglang.bound import bound_of
+import torch
+from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
 from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
 from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import watch
@@ -63,12 +65,24 @@ def finalize_backing(original: Callable[..., Any], self: Any, config: Any) -> An
     session = current_session.get()
     if session is not None:
         session.back(config)
+        _poison(bound)
         return None
     # Called by somebody else than ModelRunner: one rank, and its caller decides what follows a failure.
     with ResizeSession(bound, _family(), ranks=Ranks()) as alone:
         alone.back(config)
+        _poison(bound)
         alone.publish()
     return None
+
+
+def _poison(bound: BoundPool) -> None:
+    """SGLang's debug switch (0.5.18 and later): reads of bytes that nobody wrote fail. The sink is read."""
+    from sglang.srt.environ import envs
+
+    switch = getattr(envs, "SGLANG_DEBUG_POISON_POOL", None)
+    if switch is not None and switch.get():
+        even = (bound.total_bytes - bound.sink_bytes) & ~1
+        bound.raw[bound.sink_bytes :][:even].view(torch.bfloat16).fill_(math.nan)
 
 
 def resize_allocator(original: Callable[..., Any], self: Any, config: Any) -> Any:

@@ -33,6 +33,8 @@ def register_umbp_linker(original: Callable[[Any], None], self: Any) -> None:
 
 
 def _through_ledger(linker: Any, make_engine: Callable[[], EngineMemory]) -> bool:
+    if not runtime.pools:
+        return False
     buffers = dict.fromkeys(_storages(linker))
     bound = next((pool for ptr, _ in buffers if (pool := runtime.pool_at(ptr)) is not None), None)
     if bound is None:

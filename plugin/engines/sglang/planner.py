@@ -12,6 +12,7 @@ from typing import Any
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.families import is_experimental
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
+from kvarena.plugin.engines.sglang.resolution import current_resolution
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.targets import Layer
 from kvarena.pool import Refusal
@@ -35,19 +36,24 @@ def plan(original: Callable[[Any], bool], server_args: Any) -> bool:
                 "kvarena: nothing to do: --enable-unified-memory is off, and other pools are not touched.",
             )
         return original(server_args)
-    planned = False
+    resolution = current_resolution.get()
+    if resolution is not None and resolution.answer is not None:
+        return resolution.answer
+    answer = _decide(original, server_args)
+    if resolution is not None and answer:
+        resolution.promised = True
+    return answer
+
+
+def _decide(original: Callable[[Any], bool], server_args: Any) -> bool:
     refusals = refusals_of(original, server_args)
     for refusal in refusals:
         setting = f" ({refusal.setting})" if refusal.setting else ""
         runtime.say_once(
             logging.WARNING, f"kvarena: not sized after capture [{refusal.code}]: {refusal.reason}.{setting}"
         )
-    if not refusals:
-        planned = True
-    runtime.planned = planned
-    if planned:
-        return True
-    return _without_us(original, server_args)
+    runtime.planned = not refusals
+    return runtime.planned or _without_us(original, server_args)
 
 
 def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refusal, ...]:
@@ -72,9 +78,17 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
 
 
 def _say_what_has_no_effect(server_args: Any) -> None:
-    cfg = config_view(server_args)
-    pair = cfg.disaggregation_mode != "null" and cfg.disaggregation_transfer_backend == "mooncake"
-    if runtime.settings is not None and runtime.settings.same_host and not pair:
+    cfg, settings = config_view(server_args), runtime.settings
+    if settings is None:
+        return
+    backend = cfg.disaggregation_transfer_backend if cfg.disaggregation_mode != "null" else None
+    if set(settings.transfer) - {backend}:
+        runtime.say_once(
+            logging.WARNING,
+            f"kvarena: KVARENA_TRANSFER={','.join(settings.transfer)} has no effect: SGLang transfers by "
+            f"{backend or 'nothing'} here (--disaggregation-mode, --disaggregation-transfer-backend).",
+        )
+    if settings.same_host and backend != "mooncake":
         runtime.say_once(
             logging.WARNING,
             "kvarena: KVARENA_SAME_HOST has no effect: it is for prefill and decode servers with Mooncake "

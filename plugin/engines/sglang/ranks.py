@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 from kvarena.errors import KvArenaError
 from kvarena.pool.sizing import RanksDisagreeError
 
-__all__ = ["Ranks", "Report"]
+__all__ = ["Ranks", "Report", "raise_if_failed"]
 
 
 class Report(NamedTuple):
@@ -18,7 +18,7 @@ class Report(NamedTuple):
     failure: str = ""
     """Why it cannot go on; empty: it can."""
     retry: bool = False
-    """Whether less memory might help."""
+    """Whether this rank would try again with less."""
     tokens: int = 0
     nbytes: int = 0
 
@@ -82,18 +82,6 @@ class Ranks:
             ) from error
         return [Report(*report) for report in everyone]
 
-    def agree(self, mine: Report) -> list[Report]:
-        """Every rank's report, if all are well.
-
-        Raises
-        ------
-        RanksDisagreeError
-            A rank failed; every rank raises this, with each failed rank's reason.
-        """
-        reports = self.exchange(mine)
-        raise_if_failed(reports, mine.stage)
-        return reports
-
 
 def raise_if_failed(reports: list[Report], stage: str) -> None:
     """Raise `RanksDisagreeError` naming the ranks that failed, or that are at another stage."""
@@ -104,6 +92,3 @@ def raise_if_failed(reports: list[Report], stage: str) -> None:
     }
     if failures:
         raise RanksDisagreeError(failures, len(reports))
-
-
-__all__ += ["raise_if_failed"]

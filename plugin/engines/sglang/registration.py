@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 from kvarena.hooks import hookimpl
+from kvarena.plugin.closing import failures_of
 from kvarena.plugin.engines.sglang.bound import BoundPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
+from kvarena.pool.transaction import add_note
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
 __all__ = [
@@ -32,8 +34,6 @@ _KINDS = ("kv", "aux", "state")
 class Buffer(NamedTuple):
     """One entry of SGLang's ``KVArgs``."""
 
-    part: str
-    """``"kv"``, ``"aux"`` or ``"state"``."""
     region: Region
     memory: str = "VRAM"
     """NIXL's word for where it lies."""
@@ -45,11 +45,13 @@ def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
     if bound is None:
         original(self)
         return
+    if _is_registered(self, bound):
+        return
     host = str(self.engine.hostname)
     engine = MooncakeEngine(host, transfer_engine=self.engine.engine)
     # Aux buffers are registered with the same engine; it keeps them apart by address.
     registration = KvRegistration(bound, self.kv_args, engine, lambda memory: engine)
-    _replace(self, registration)
+    setattr(self, _ATTRIBUTE, registration)
     for region in getattr(self, _STAGING, ()):
         registration.add(region)
     _same_host().stand_behind(self, bound, registration.ledger)
@@ -101,13 +103,16 @@ def register_nixl(original: Callable[[Any], None], self: Any) -> None:
     if bound is None:
         original(self)
         return
+    if _is_registered(self, bound):
+        return
     gpu = int(self.kv_args.gpu_id)
     engines = {
         memory: of_nixl_agent(self.agent, memory, gpu if memory == "VRAM" else 0)
         for memory in ("VRAM", "DRAM")
     }
     arena = next(b.memory for b in _buffers(self.kv_args) if runtime.pool_at(b.region.address) is bound)
-    _replace(self, KvRegistration(bound, self.kv_args, engines[arena], engines.__getitem__))
+    registration = KvRegistration(bound, self.kv_args, engines[arena], engines.__getitem__)
+    setattr(self, _ATTRIBUTE, registration)
     # Read by nobody, but where stock leaves them.
     self.kv_descs = engines["VRAM"].descriptors
     self.aux_descs = engines["DRAM"].descriptors
@@ -147,9 +152,16 @@ class KvRegistration:
         try:
             self._register_others()
             self._move()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            for second in failures_of(self.close, "the registration"):
+                add_note(error, f"this failed too: {second}")
             raise
+
+    @hookimpl(trylast=True)
+    def kvarena_pool_resizing(self, pool: Any) -> None:
+        """The arena's memory is about to be replaced."""
+        if pool is self.bound:
+            self.ledger.clear()
 
     @hookimpl
     def kvarena_pool_finalized(self, pool: Any) -> None:
@@ -179,6 +191,11 @@ class KvRegistration:
         """
         self._register_other([region], region, "VRAM")
 
+    @property
+    def stands(self) -> bool:
+        """Whether it follows the pool: it was not closed, or an engine would not let go."""
+        return runtime.manager.is_registered(self)
+
     def close(self) -> None:
         """Unregister everything; a second call does nothing.
 
@@ -193,7 +210,7 @@ class KvRegistration:
                 all_of_them.callback(ledger.clear)
         if self.ledger in self.bound.ledgers:
             self.bound.ledgers.remove(self.ledger)
-        if runtime.manager.is_registered(self):
+        if self.stands:
             runtime.manager.unregister(self)
         if held:
             self._report("unregistered", 0, began)
@@ -245,9 +262,14 @@ class KvRegistration:
                         lens[index] = active
 
 
-def _replace(manager: Any, registration: KvRegistration) -> None:
-    """A manager that registers again (a rebuilt process group) gets a new registration for its old one."""
-    setattr(manager, _ATTRIBUTE, registration)
+def _is_registered(manager: Any, bound: BoundPool) -> bool:
+    """Whether a manager asks again for what it has already.
+
+    SGLang has managers unregister before they release memory and register when it is back, but a NIXL
+    manager cannot unregister. Its peers know the first registration, which is still true.
+    """
+    registration: KvRegistration | None = getattr(manager, _ATTRIBUTE, None)
+    return registration is not None and registration.bound is bound and registration.stands
 
 
 def _same_host() -> Any:
@@ -258,6 +280,8 @@ def _same_host() -> Any:
 
 
 def _arena_of(kv_args: Any) -> BoundPool | None:
+    if not runtime.pools:
+        return None  # nothing of stock's is looked at, which may have any shape
     found = {id(pool): pool for b in _buffers(kv_args) if (pool := runtime.pool_at(b.region.address))}
     return next(iter(found.values()), None)
 
@@ -272,7 +296,7 @@ def _buffers(kv_args: Any) -> Iterator[Buffer]:
                 memory = "DRAM" if part == "aux" else "VRAM"
                 if part == "kv" and index < len(kinds):
                     memory = kinds[index]
-                yield Buffer(part, Region(int(ptr), int(nbytes)), memory)
+                yield Buffer(Region(int(ptr), int(nbytes)), memory)
 
 
 def _lists(kv_args: Any, part: str) -> Iterable[tuple[Any, Any]]:

@@ -30,6 +30,7 @@ SETTING_NAMES = {
     "memory_saver": "--enable-memory-saver",
     "custom_mem_pool": "SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
     "dcp_size": "--dcp-size",
+    "context_parallel_size": "--attn-cp-size",
     "speculative_algorithm": "--speculative-algorithm",
     "ray": "--use-ray",
     "kv_cache_sharding": "--enable-kv-cache-sharding",
@@ -73,7 +74,7 @@ def request_from(server_args: Any, *, drafts_are_stocks_business: bool = False) 
     return SizingRequest(
         enabled=True,
         device=str(cfg.device),
-        driver="cuda" if cfg.device == "cuda" else None,
+        driver="cuda" if cfg.device == "cuda" and not _is_rocm() else None,
         role=cfg.disaggregation_mode,
         unified=bool(cfg.enable_unified_memory),
         hybrid=bool(model.is_hybrid_swa),
@@ -87,6 +88,7 @@ def request_from(server_args: Any, *, drafts_are_stocks_business: bool = False) 
         memory_saver=bool(cfg.enable_memory_saver),
         custom_mem_pool=_env("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
         dcp_size=int(cfg.dcp_size),
+        context_parallel_size=int(cfg.attn_cp_size),
         speculative_algorithm=None if drafts_are_stocks_business else cfg.speculative_algorithm,
         ray=bool(cfg.use_ray),
         # Came with 0.5.22; every other field is in all releases, and one that is gone cannot be read.
@@ -112,6 +114,25 @@ def own_refusals(server_args: Any, *, own_virtual_ids: bool) -> tuple[Refusal, .
     if str(cfg.kv_cache_dtype).startswith("fp4"):
         found.append(
             Refusal("fp4", "--kv-cache-dtype", "FP4 KV has scale buffers beside the pool; use another dtype")
+        )
+    if cfg.elastic_ep_backend is not None:
+        found.append(
+            Refusal(
+                "elastic_ep",
+                "--elastic-ep-backend",
+                "ranks that join or come back size their pools while the others serve, and could not agree "
+                "with them; turn elastic expert parallelism off",
+            )
+        )
+    # Came with 0.5.21.
+    if cfg.disaggregation_mode == "decode" and getattr(cfg, "enable_pd_role_switch", False):
+        found.append(
+            Refusal(
+                "role_switch",
+                "--enable-pd-role-switch",
+                "a decode server captures no prefill steps, so after a switch their activations would not be "
+                "in what was measured; start it as a prefill server, or turn the switch off",
+            )
         )
     model = model_config_of(server_args)
     if own_virtual_ids and model.is_hybrid_swa and _window_is_dearer(model):
@@ -166,6 +187,13 @@ def _largest_prefill(server_args: Any, cfg: Any) -> int | None:
 def _disabled(phase: Any) -> bool:
     backend = phase.backend
     return str(getattr(backend, "value", backend)).lower() == "disabled"
+
+
+def _is_rocm() -> bool:
+    """Whether torch's "cuda" is AMD's: SGLang's planner sizes late by its name, its runner does not."""
+    import torch
+
+    return torch.version.hip is not None
 
 
 def _env(name: str) -> str | None:

@@ -95,6 +95,12 @@ class SameHostPath:
         """Where peers reach the engine."""
         return self._engine.socket_path
 
+    @hookimpl(trylast=True)
+    def kvarena_pool_resizing(self, pool: Any) -> None:
+        """The arena's memory is about to be replaced."""
+        if pool is self.bound:
+            self.ledger.clear()
+
     @hookimpl
     def kvarena_pool_finalized(self, pool: Any) -> None:
         """The arena has another size: export what is backed now."""

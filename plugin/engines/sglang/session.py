@@ -137,8 +137,8 @@ class ResizeSession:
             state = "closed" if self.bound.closed else "finalized already"
             raise PoolStateError(f"This pool is {state}.")
         # Run last: whatever was registered before, the sink, is registered again once it is back.
-        self.undo(self._announce_sink)
-        self._let_go()
+        self.undo(lambda: self._tell_every("reserved"))
+        runtime.manager.hook.kvarena_pool_resizing(pool=self.bound, keep_bytes=0)
         # From here on, even if no other rank can be heard any more.
         self.undo(self.bound.revert)
         while True:
@@ -146,7 +146,8 @@ class ResizeSession:
             reports = self._exchange(mine)
             if not any(report.failure or report.stage != mine.stage for report in reports):
                 break
-            if not self._may_retry(reports, mine.stage):
+            # Decided by what all have said, the same everywhere: settings may differ between hosts.
+            if not all(report.retry for report in reports):
                 self._told = True  # all ranks end here; none will be in another exchange
                 if error is not None and self.ranks.count == 1:
                     raise error
@@ -178,7 +179,7 @@ class ResizeSession:
             swa_max_total_num_tokens=getattr(config, "swa_max_total_num_tokens", None),
             unified_memory_pool_bytes=self.bound.total_bytes,
         )
-        self.undo(self._let_go)  # before the memory behind a region goes
+        self.undo(lambda: self._tell_every("resizing", keep_bytes=0))  # before the memory of a region goes
         runtime.manager.hook.kvarena_pool_finalized(pool=self.bound, resize=resize)
         return resize
 
@@ -217,12 +218,10 @@ class ResizeSession:
             self._told = True  # who cannot be reached now is not waited for once more
             raise
 
-    def _let_go(self) -> None:
-        for ledger in self.bound.ledgers:
-            ledger.clear()
-
-    def _announce_sink(self) -> None:
-        for failure in runtime.manager.call_every("kvarena_pool_reserved", pool=self.bound):
+    def _tell_every(self, what: str, **kwargs: Any) -> None:
+        """Every plugin hears, whatever became of the one before it."""
+        hook = f"kvarena_pool_{what}"
+        for failure in runtime.manager.call_every(hook, pool=self.bound, **kwargs):
             logger.error("kvarena: %s", failure)
 
     def _allowed(self, budget: int) -> int:
@@ -275,20 +274,17 @@ class ResizeSession:
 
     def _try_to_back(self, config: Any) -> tuple[Report, KvArenaError | None]:
         nbytes = getattr(config, "unified_memory_pool_bytes", None)
+        retries = 0 if runtime.settings is None else runtime.settings.finalize_retries
+        again = self._solver is not None and self.attempts < retries
         began = time.perf_counter()
         try:
             self.bound.back(nbytes)  # type: ignore[arg-type]
         except OutOfMemoryError as error:
-            return Report("backed", failure=str(error), retry=True), error
+            return Report("backed", failure=str(error), retry=again), error
         except KvArenaError as error:
             return Report("backed", failure=str(error)), error
         self.backing_ms = (time.perf_counter() - began) * 1e3
-        return Report("backed", nbytes=self.bound.backed_bytes), None
-
-    def _may_retry(self, reports: list[Report], stage: str) -> bool:
-        retries = 0 if runtime.settings is None else runtime.settings.finalize_retries
-        hopeless = any(report.stage != stage or (report.failure and not report.retry) for report in reports)
-        return self._solver is not None and self.attempts < retries and not hopeless
+        return Report("backed", retry=again, nbytes=self.bound.backed_bytes), None
 
     def _less(self, error: KvArenaError | None) -> int:
         """How many bytes to ask for less: what was lacking, at least 1/128, and twice as much each time.

@@ -11,6 +11,7 @@ __all__ = [
     "NEEDS",
     "PLANNER",
     "REGISTRATION",
+    "RESOLUTION",
     "STAGING",
     "SWA_ALLOCATOR",
     "sizing",
@@ -24,6 +25,11 @@ _STORAGE = "sglang.srt.mem_cache.storage"
 
 PLANNER = Target(
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned", "server_args", "planner:plan"
+)
+
+#: Since 0.5.19; before, arguments are resolved when they are made.
+RESOLUTION = Target(
+    "sglang.srt.arg_groups.pipeline.run_resolution_pipeline", "server_args", "resolution:resolve_arguments"
 )
 
 #: The hybrid-SWA allocator since 0.5.20, and before.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["Family", "Kind", "Layer", "Shape", "SizeRule", "Target"]
 
@@ -85,8 +84,6 @@ class Family:
     """The planner does not look at unified memory at all (up to 0.5.20)."""
     own_virtual_ids: bool = False
     """The window side's table has only as many rows as it has pages (up to 0.5.19, sglang#37560)."""
-    extra: Mapping[str, str] = field(default_factory=dict)
-    """Paths that handlers look up: ``{"allocator": "sglang...."}``."""
 
     @property
     def planner(self) -> Target:
