@@ -317,7 +317,7 @@ class TestRealLanes:
                 pending.wait(0.2)
             assert not pending.done()
             with pytest.raises(TransferFailed):
-                pending.wait(40)
+                pending.wait(90)  # Mooncake itself gives up after 30, and a busy machine is slower
         finally:
             os.kill(pid, signal.SIGCONT)
 
