@@ -194,10 +194,7 @@ def pages_case(
     places = arena.backed_bytes // case.page_bytes
     sources = [rng.permutation(places)[: case.pages] for _ in range(8)]
     for round_, way in enumerate(WAYS):
-        fill(arena.tensor[: arena.backed_bytes], seed)
-        synchronize(src_device)
-        leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + round_)]
-        targets = [np.array(lease.pages["full"]) for lease in leases]
+        leases, targets = new_leases(pipe, arena, case, seed, round_, src_device)
         if way == "shuffled":
             targets = [rng.permutation(target) for target in targets]
         if way != "first seen":
@@ -224,7 +221,17 @@ def pages_case(
         print(f"      of these, until submitted {_median_us(submitted, starts):.1f} us")
         if way in ("admitted", "after 1 ms of rest"):
             row(f"{what}, until receiver knows", str(case), heard, case.nbytes, plain)
-    back_to_back(pipe, engine, peer, arena, case, seed, src_device, dst_device, what)
+    back_to_back(pipe, engine, peer, arena, case, sources, seed, src_device, dst_device, what)
+
+
+def new_leases(
+    pipe: Any, arena: Arena, case: Case, seed: int, round_: int, device: str
+) -> tuple[list[BenchLease], list[np.ndarray]]:
+    """Fresh bytes here, and leases of the receiver with the pages that each names."""
+    fill(arena.tensor[: arena.backed_bytes], seed)
+    synchronize(device)
+    leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + round_)]
+    return leases, [np.array(lease.pages["full"]) for lease in leases]
 
 
 def back_to_back(
@@ -233,6 +240,7 @@ def back_to_back(
     peer: str,
     arena: Arena,
     case: Case,
+    sources: list[np.ndarray],
     seed: int,
     src_device: str,
     dst_device: str,
@@ -240,13 +248,7 @@ def back_to_back(
 ) -> None:
     """As a busy pair sends: the next request's pages are submitted while those before are on their way."""
     plain = plain_us(src_device, dst_device, case.nbytes, case.reps, in_flight=IN_FLIGHT)
-    rng = np.random.default_rng(seed)
-    places = arena.backed_bytes // case.page_bytes
-    sources = [rng.permutation(places)[: case.pages] for _ in range(8)]
-    fill(arena.tensor[: arena.backed_bytes], seed)
-    synchronize(src_device)
-    leases = [BenchLease(*lease) for lease in ask(pipe, "leases", case, seed + len(WAYS))]
-    targets = [np.array(lease.pages["full"]) for lease in leases]
+    leases, targets = new_leases(pipe, arena, case, seed, len(WAYS), src_device)
     for lease in leases:
         engine.admit(peer, lease)
     pending = []
