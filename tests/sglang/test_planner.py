@@ -19,6 +19,9 @@ from kvarena.pool import Refusal
 
 pytestmark = pytest.mark.sglang
 
+MOONCAKE_PAIR = {"disaggregation_mode": "prefill"}  # the default backend
+NIXL_PAIR = MOONCAKE_PAIR | {"disaggregation_transfer_backend": "nixl"}
+
 #: What is changed, and the code of the reason that must be among the answers.
 REFUSED = {
     "cpu": ({"device": "cpu"}, "no_driver"),
@@ -161,52 +164,32 @@ def test_a_contradiction_of_settings_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changes", "lines"),
+    ("setting", "changes", "line"),
     [
-        ({}, 1),
-        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, 1),
-        ({"disaggregation_mode": "prefill"}, 0),
-    ],
-    ids=["no pair", "nixl", "mooncake"],
-)
-def test_the_same_host_setting_is_said_to_have_no_effect_where_it_has_none(
-    sglang: Any,
-    rig_module: Any,
-    reasons: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    changes: dict[str, Any],
-    lines: int,
-) -> None:
-    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, same_host=True))
-    runtime._said.clear()
-    for _ in range(2):
-        reasons(rig_module.planner_arguments(sglang, **changes))
-    assert caplog.text.count("KVARENA_SAME_HOST has no effect") == lines
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({}, "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by nothing"),
+        ({"same_host": True}, {}, "KVARENA_SAME_HOST has no effect"),
+        ({"same_host": True}, NIXL_PAIR, "KVARENA_SAME_HOST has no effect"),
+        ({"same_host": True}, MOONCAKE_PAIR, ""),
+        ({"transfer": ("nixl",)}, {}, "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by nothing"),
         (
-            {"disaggregation_mode": "prefill"},
+            {"transfer": ("nixl",)},
+            MOONCAKE_PAIR,
             "KVARENA_TRANSFER=nixl has no effect: SGLang transfers by mooncake",
         ),
-        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, ""),
+        ({"transfer": ("nixl",)}, NIXL_PAIR, ""),
     ],
-    ids=["no pair", "mooncake", "nixl"],
+    ids=["same-host alone", "same-host, nixl", "same-host, mooncake", "alone", "mooncake", "nixl"],
 )
-def test_a_transfer_engine_that_sglang_does_not_use_is_said_to_have_no_effect(
+def test_a_setting_is_said_once_to_have_no_effect_where_it_has_none(
     sglang: Any,
     rig_module: Any,
     reasons: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    setting: dict[str, Any],
     changes: dict[str, Any],
     line: str,
 ) -> None:
-    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, transfer=("nixl",)))
+    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, **setting))
     runtime._said.clear()
     for _ in range(2):
         assert reasons(rig_module.planner_arguments(sglang, **changes)) == (True, [])
