@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 
@@ -72,6 +73,27 @@ class TransferEngineContract(RegistrationContract, TransferContract):
                 pair.submit(peer, (0, 0, 16)).wait(self.timeout)
             with pytest.raises(RegistrationError):
                 source.register((0, 4096))
+
+    def test_an_engine_closes_though_a_peer_is_connected(self, ready: Pair) -> None:
+        """One that has only just come, too: the engine may not know of it yet."""
+        for uses_it in (False, True):
+            with contextlib.closing(self.make_host()) as target:
+                target.move_ledger()
+                peer, late = ready.source.engine.connect(target.describe()), threading.Event()
+                if uses_it:
+                    src, dst = [ready.source.base], [target.base]
+                    ready.source.engine.submit(peer, src, dst, [4096]).wait(self.timeout)
+
+                def go(peer: str = peer, late: threading.Event = late) -> None:
+                    late.set()
+                    ready.source.engine.disconnect(peer)  # what it waits for, so that this test ends
+
+                patience = threading.Timer(self.timeout, go)
+                patience.start()
+                target.engine.close()
+                patience.cancel()
+                assert not late.is_set(), f"it was still closing after {self.timeout:g} s"
+            ready.source.engine.disconnect(peer)
 
     def test_peers_that_were_disconnected_leave_nothing(self, ready: Pair) -> None:
         def once() -> None:

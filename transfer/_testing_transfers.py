@@ -155,6 +155,8 @@ class TransferContract(EnginePairs):
 
         os.kill(pid, signal.SIGSTOP)
         try:
+            # It stops when each of its threads does, which on a busy machine is after a small transfer.
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             thread = threading.Thread(target=look, daemon=True)
             thread.start()
             assert ended.wait(self.timeout), "it was still waiting"

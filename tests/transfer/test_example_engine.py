@@ -22,6 +22,37 @@ engines = [engine for answer in answers for engine in answer]
 print([engine.name for engine in engines])
 """
 
+LATE = """
+import threading, time
+from kvarena_example_engine import SocketEngine
+
+class Late:
+    def __init__(self, listener):
+        self._listener = listener
+        self.accepted = threading.Event()
+
+    def accept(self):
+        connection = self._listener.accept()
+        self.accepted.set()
+        time.sleep(0.5)  # close begins and ends its round of what is connected
+        return connection
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+source, first, target = SocketEngine(), SocketEngine(), SocketEngine()
+target._listener = late = Late(target._listener)
+first.connect(target.describe())  # the one that was being waited for when the listener was replaced
+source.connect(target.describe())
+assert late.accepted.wait(20)
+closing = threading.Thread(target=target.close, daemon=True)
+closing.start()
+closing.join(20)
+print("still closing" if closing.is_alive() else "closed")
+first.close()
+source.close()
+"""
+
 SLOPPY = Path(__file__).parent / "support" / "sloppy_engines.py"
 
 
@@ -36,15 +67,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.getenv("PYTHONPATH")])])},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    paths = os.pathsep.join([str(site), *filter(None, [os.getenv("PYTHONPATH")])])
+    command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": paths}
+    try:
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
+    except subprocess.TimeoutExpired as error:  # what it was at is the end of its output
+        pytest.fail(f"it did not end in {error.timeout:g} s:\n{(error.output or b'').decode()[-4000:]}")
 
 
 def test_its_own_tests_pass_with_nothing_configured(site: Path, tmp_path: Path) -> None:
@@ -62,6 +90,12 @@ def test_kvarena_finds_it_by_its_name(site: Path, tmp_path: Path) -> None:
     assert result.stdout.strip() == "['socket']", result.stderr
 
 
+def test_it_closes_though_a_peer_is_on_its_way_in(site: Path, tmp_path: Path) -> None:
+    """It once waited for ever for a connection that it had accepted after it closed all others."""
+    result = run(site, "-c", LATE, cwd=tmp_path)
+    assert result.stdout.strip() == "closed", result.stderr
+
+
 def test_an_engine_that_breaks_the_contract_is_told_so(site: Path, tmp_path: Path) -> None:
     """Each sloppy engine fails the test that its docstring names, and none of them fails this one."""
     shutil.copy(SLOPPY, tmp_path / "sloppy_engines.py")
@@ -77,9 +111,9 @@ def test_an_engine_that_breaks_the_contract_is_told_so(site: Path, tmp_path: Pat
     faults = dict(re.findall(r"class (\w+)\(SocketEngine\):\n    \"\"\"(\w+):", SLOPPY.read_text()))
     good = "test_an_empty_batch_ends_well"
     wanted = " or ".join([good, *(f"(Test{name} and {test})" for name, test in faults.items())])
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "-k", wanted, "test_sloppy.py"]
+    arguments = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-rA", "-k", wanted, "test_sloppy.py"]
     result = run(site, *arguments, cwd=tmp_path)
     outcomes = set(re.findall(r"^(FAILED|PASSED) .*::Test(\w+)::(\w+)", result.stdout, re.MULTILINE))
     assert {("FAILED", *fault) for fault in faults.items()} <= outcomes, result.stdout
     assert {("PASSED", name, good) for name in faults} <= outcomes
-    assert len(faults) == 19
+    assert len(faults) == 20

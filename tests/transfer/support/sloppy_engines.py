@@ -203,4 +203,15 @@ class Leaks(SocketEngine):
         super().disconnect(peer)
 
 
+class Lingers(SocketEngine):
+    """test_an_engine_closes_though_a_peer_is_connected: it lets its peers go first."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._accepted, gone = [], self._accepted
+            super().close()
+            for connection in gone:
+                connection.close()
+
+
 ALL = SocketEngine.__subclasses__()

@@ -167,6 +167,8 @@ class SocketEngine:
             self._accepted.append(connection)
             self._threads.append(threading.Thread(target=self._receive, args=(connection,), daemon=True))
             self._threads[-1].start()
+            if self._closed:  # meanwhile, and who closes may not have seen this one
+                _shut(connection)
 
     def _receive(self, connection: socket.socket) -> None:
         answer = _DONE
