@@ -51,6 +51,7 @@ class SocketLoop:
         self._sockets: set[socket.socket] = set()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain)
+        self._wake_lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -110,7 +111,9 @@ class SocketLoop:
         self._wake()
         if not self.is_current:
             self._thread.join()
-        os.close(self._wake_out)
+        with self._wake_lock:
+            os.close(self._wake_out)
+            self._wake_out = -1  # the number may soon be another file's, and who is late would write there
 
     def leave_to_parent(self) -> None:
         """In a forked child: close the descriptors; nobody who is connected to the parent is told."""
@@ -120,9 +123,10 @@ class SocketLoop:
             sock.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
+        self._wake_lock, self._wake_out = threading.Lock(), -1  # a thread that is not here may hold the other
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
+        with contextlib.suppress(BlockingIOError, OSError), self._wake_lock:
             os.write(self._wake_out, b"x")
 
     def _drain(self, _events: int) -> None:

@@ -63,6 +63,17 @@ def test_a_child_that_closes_the_engine_ends_nothing_of_the_parent(
     assert sender.engine.attached == ("receiver",)
 
 
+def test_a_child_that_calls_the_loop_writes_to_nobodys_file(sender: SameHost) -> None:
+    """The numbers of the descriptors that the child let go are those of the files that it opens."""
+
+    def work() -> None:
+        files = [os.memfd_create("other") for _ in range(8)]
+        sender.engine._loop.later(lambda: None)
+        assert [os.fstat(file).st_size for file in files] == [0] * 8
+
+    assert in_child(work) == 0
+
+
 def test_in_a_child_the_engine_is_closed_and_says_so(sender: SameHost, receiver: RemoteHost) -> None:
     peer = sender.engine.connect(receiver.describe())
     description = receiver.describe()
