@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 
@@ -62,7 +61,7 @@ class TransferEngineContract(RegistrationContract, TransferContract):
         ready.submit(ready.connect(), (0, 0, 16)).wait(self.timeout)
 
     def test_a_closed_engine_refuses_and_closes_again(self, ready: Pair) -> None:
-        with contextlib.closing(self.make_host()) as source:
+        with self.another_host() as source:
             source.move_ledger()
             pair = Pair(source, ready.target, ready.make_target)
             peer = pair.connect()
@@ -74,26 +73,16 @@ class TransferEngineContract(RegistrationContract, TransferContract):
             with pytest.raises(RegistrationError):
                 source.register((0, 4096))
 
-    def test_an_engine_closes_though_a_peer_is_connected(self, ready: Pair) -> None:
+    @pytest.mark.parametrize("used", [False, True])
+    def test_an_engine_closes_though_a_peer_is_connected(self, ready: Pair, used: bool) -> None:
         """One that has only just come, too: the engine may not know of it yet."""
-        for uses_it in (False, True):
-            with contextlib.closing(self.make_host()) as target:
-                target.move_ledger()
-                peer, late = ready.source.engine.connect(target.describe()), threading.Event()
-                if uses_it:
-                    src, dst = [ready.source.base], [target.base]
-                    ready.source.engine.submit(peer, src, dst, [4096]).wait(self.timeout)
-
-                def go(peer: str = peer, late: threading.Event = late) -> None:
-                    late.set()
-                    ready.source.engine.disconnect(peer)  # what it waits for, so that this test ends
-
-                patience = threading.Timer(self.timeout, go)
-                patience.start()
-                target.engine.close()
-                patience.cancel()
-                assert not late.is_set(), f"it was still closing after {self.timeout:g} s"
-            ready.source.engine.disconnect(peer)
+        engine = ready.source.engine
+        with contextlib.ExitStack() as stack, self.another_host() as target:
+            target.move_ledger()
+            peer = engine.connect(target.describe())
+            stack.callback(engine.disconnect, peer)
+            if used:
+                engine.submit(peer, [ready.source.base], [target.base], [4096]).wait(self.timeout)
 
     def test_peers_that_were_disconnected_leave_nothing(self, ready: Pair) -> None:
         def once() -> None:
@@ -105,7 +94,7 @@ class TransferEngineContract(RegistrationContract, TransferContract):
 
     def test_engines_that_were_closed_leave_nothing(self, ready: Pair) -> None:
         def once() -> None:
-            with contextlib.closing(self.make_host()) as source:
+            with self.another_host() as source:
                 source.move_ledger()
                 pair = Pair(source, ready.target, ready.make_target)
                 pair.submit(pair.connect(), (0, 0, 4096)).wait(self.timeout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import pytest
@@ -57,7 +59,7 @@ class EnginePairs:
     backed_bytes: ClassVar[int] = 2 * MIB
     page_bytes: ClassVar[int] = 16384
     timeout: ClassVar[float] = 20.0
-    """Seconds within which a transfer of a few MiB ends, and within which a dead peer is noticed."""
+    """Seconds within which a transfer of a few MiB ends, a dead peer is noticed, and an engine closes."""
     leak_allowance: ClassVar[tuple[int, int, int]] = (2, 16, 0)
     """Descriptors, mappings and threads by which three engines or eight connections may change a process."""
 
@@ -65,6 +67,15 @@ class EnginePairs:
     def make_host(cls) -> EngineHost:
         """An engine and its memory, in this process."""
         return EngineHost(cls.engine_factory, cls.memory_factory, cls.reserved_bytes, cls.backed_bytes)
+
+    @contextlib.contextmanager
+    def another_host(self) -> Iterator[EngineHost]:
+        """One more, which is closed in the end; that fails if it takes longer than `timeout`."""
+        host = self.make_host()
+        try:
+            yield host
+        finally:
+            _close(host, self.timeout)
 
     @pytest.fixture
     def pair(self, kvarena_sides: Sides) -> Iterator[Pair]:
@@ -96,8 +107,7 @@ class EnginePairs:
             try:
                 yield Pair(source, make_target(), make_target)
             finally:
-                for host in made:
-                    host.close()
+                _close_all(made, cls.timeout)
 
     @pytest.fixture
     def ready(self, pair: Pair) -> Pair:
@@ -130,3 +140,32 @@ def ends(pending: Pending, timeout: float) -> bool:
             return False
         time.sleep(0.001)
     return True
+
+
+def _close_all(hosts: Sequence[EngineHost | RemoteHost], timeout: float) -> None:
+    """Close each, though another fails; an engine here gets so many seconds, and else keeps its memory.
+
+    pytest-timeout does not help with this: it no longer looks at a test that has failed already.
+    """
+    with contextlib.ExitStack() as stack:
+        for host in reversed(hosts):  # the stack begins with the last
+            stack.callback(_close, host, timeout)
+
+
+def _close(host: EngineHost | RemoteHost, timeout: float) -> None:
+    if isinstance(host, EngineHost):
+        failures: list[Exception] = []
+
+        def close() -> None:
+            try:
+                host.engine.close()
+            except Exception as error:  # noqa: BLE001 - raised in the test's thread
+                failures.append(error)
+
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        thread.join(timeout)
+        assert not thread.is_alive(), f"{host.engine.name}: close() did not end within {timeout:g} s"
+        for failure in failures:
+            raise failure
+    host.close()

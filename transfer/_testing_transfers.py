@@ -122,7 +122,7 @@ class TransferContract(EnginePairs):
     def test_peers_are_told_apart(self, ready: Pair) -> None:
         """One sender with two receivers, and one receiver with two senders."""
         half, sent = self.backed_bytes // 2, pattern(1, self.backed_bytes)
-        with contextlib.closing(self.make_host()) as other:
+        with self.another_host() as other:
             other.move_ledger()
             first, second = ready.connect(), ready.source.engine.connect(other.describe())
             assert first != second

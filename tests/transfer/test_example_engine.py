@@ -53,6 +53,21 @@ first.close()
 source.close()
 """
 
+STUCK = """
+import threading
+from kvarena.transfer.testing import Standalone, TransferEngineContract
+from kvarena_example_engine import SocketEngine
+
+class Stuck(SocketEngine):
+    def close(self):
+        threading.Event().wait()
+
+class TestStuck(TransferEngineContract):
+    engine_factory = Standalone(Stuck)
+    timeout = 2.0
+    in_process = True
+"""
+
 SLOPPY = Path(__file__).parent / "support" / "sloppy_engines.py"
 
 
@@ -72,7 +87,8 @@ def run(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[s
     try:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
     except subprocess.TimeoutExpired as error:  # what it was at is the end of its output
-        pytest.fail(f"it did not end in {error.timeout:g} s:\n{(error.output or b'').decode()[-4000:]}")
+        output = (error.output or b"").decode(errors="replace")
+        pytest.fail(f"it did not end in {error.timeout:g} s:\n{output[-4000:]}")
 
 
 def test_its_own_tests_pass_with_nothing_configured(site: Path, tmp_path: Path) -> None:
@@ -94,6 +110,14 @@ def test_it_closes_though_a_peer_is_on_its_way_in(site: Path, tmp_path: Path) ->
     """It once waited for ever for a connection that it had accepted after it closed all others."""
     result = run(site, "-c", LATE, cwd=tmp_path)
     assert result.stdout.strip() == "closed", result.stderr
+
+
+def test_an_engine_that_never_closes_is_an_error_and_no_hang(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_stuck.py").write_text(STUCK)
+    result = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "empty_batch", cwd=tmp_path)
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
+    assert "1 error" in result.stdout
+    assert "socket: close() did not end within 2 s" in result.stdout
 
 
 def test_an_engine_that_breaks_the_contract_is_told_so(site: Path, tmp_path: Path) -> None:
