@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
-from kvarena.hooks import hookimpl
 from kvarena.plugin.closing import failures_of
+from kvarena.plugin.engines.sglang import same_host
 from kvarena.plugin.engines.sglang.bound import BoundPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
-from kvarena.plugin.engines.sglang.runtime import logger, runtime
+from kvarena.plugin.engines.sglang.follower import PoolFollower, tell
+from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.pool.transaction import add_note
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
@@ -23,7 +24,6 @@ __all__ = [
     "register_mooncake",
     "register_nixl",
     "register_staging",
-    "tell",
 ]
 
 _ATTRIBUTE = "_kvarena_registration"
@@ -54,7 +54,7 @@ def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
     setattr(self, _ATTRIBUTE, registration)
     for region in getattr(self, _STAGING, ()):
         registration.add(region)
-    _same_host().stand_behind(self, bound, registration.ledger)
+    same_host.stand_behind(self, bound, registration.ledger)
 
 
 def register_staging(original: Callable[[Any, int, int], None], self: Any, ptr: int, size: int) -> None:
@@ -84,7 +84,7 @@ def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
         original(self)
         return
     try:
-        _same_host().step_aside(self)
+        same_host.step_aside(self)
     finally:
         # What the same-host path still holds keeps the memory, not Mooncake's registrations.
         registration.close()
@@ -120,7 +120,7 @@ def register_nixl(original: Callable[[Any], None], self: Any) -> None:
 
 
 @final
-class KvRegistration:
+class KvRegistration(PoolFollower):
     """What one KV manager has registered: the arena in one ledger, every other buffer in others.
 
     Parameters
@@ -142,44 +142,17 @@ class KvRegistration:
         engine: TransferEngine,
         engine_for: Callable[[str], TransferEngine],
     ) -> None:
-        self.bound = bound
-        self.ledger = RegistrationLedger(engine, on_change=tell)
         self.others: list[RegistrationLedger] = []
         self._kv_args = kv_args
         self._engine_for = engine_for
-        bound.ledgers.append(self.ledger)
-        runtime.manager.register(self)
+        super().__init__(bound, engine)
         try:
             self._register_others()
-            self._move()
+            self.follow()
         except BaseException as error:
             for second in failures_of(self.close, "the registration"):
                 add_note(error, f"this failed too: {second}")
             raise
-
-    @hookimpl(trylast=True)
-    def kvarena_pool_resizing(self, pool: Any) -> None:
-        """The arena's memory is about to be replaced."""
-        if pool is self.bound:
-            self.ledger.clear()
-
-    @hookimpl
-    def kvarena_pool_finalized(self, pool: Any) -> None:
-        """The manager registered before finalize: register again what is backed now."""
-        if pool is self.bound:
-            self._move()
-
-    @hookimpl
-    def kvarena_pool_reserved(self, pool: Any) -> None:
-        """A resize was undone: the sink alone is registered again."""
-        if pool is self.bound:
-            self._move()
-
-    @hookimpl
-    def kvarena_pool_closing(self, pool: Any) -> None:
-        """Let go before the memory goes."""
-        if pool is self.bound:
-            self.close()
 
     def add(self, region: Region) -> None:
         """Register one more buffer that is not in the arena.
@@ -191,50 +164,24 @@ class KvRegistration:
         """
         self._register_other([region], region, "VRAM")
 
-    @property
-    def stands(self) -> bool:
-        """Whether it follows the pool: it was not closed, or an engine would not let go."""
-        return runtime.manager.is_registered(self)
+    def follow(self) -> None:
+        """Register what is backed now, and let SGLang's lists say so."""
+        milliseconds = self._move()
+        self._correct_lengths()
+        self._report("registered", milliseconds, others=self._other_bytes())
 
     def close(self) -> None:
-        """Unregister everything; a second call does nothing.
-
-        Raises
-        ------
-        RegistrationError
-            The engine refused; the memory of what it still holds must stay.
-        """
+        """See `PoolFollower.close`; also what is not in the arena."""
         held, began = self.ledger.registered_bytes, time.perf_counter()
         with contextlib.ExitStack() as all_of_them:
             for ledger in (self.ledger, *self.others):
                 all_of_them.callback(ledger.clear)
-        if self.ledger in self.bound.ledgers:
-            self.bound.ledgers.remove(self.ledger)
-        if self.stands:
-            runtime.manager.unregister(self)
+        self._leave()
         if held:
-            self._report("unregistered", 0, began)
+            self._report("unregistered", (time.perf_counter() - began) * 1e3, others=self._other_bytes())
 
-    def _move(self) -> None:
-        arena = self.bound.arena
-        backed = Region(arena.base, arena.backed_bytes)
-        began = time.perf_counter()
-        self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
-        self._correct_lengths()
-        self._report("registered", self.ledger.registered_bytes, began)
-
-    def _report(self, event: str, nbytes: int, began: float) -> None:
-        if self.bound.report is not None:
-            self.bound.report.timeline.add(
-                event,
-                nbytes=nbytes,
-                address=self.bound.arena.base,
-                milliseconds=(time.perf_counter() - began) * 1e3,
-                engine=self.ledger.engine.name,
-                backed=self.bound.arena.backed_bytes,
-                regions=len(self.ledger.regions),
-                others=sum(ledger.registered_bytes for ledger in self.others),
-            )
+    def _other_bytes(self) -> int:
+        return sum(ledger.registered_bytes for ledger in self.others)
 
     def _register_others(self) -> None:
         """Aux buffers, and whatever KV or state lies outside the arena; overlaps are registered once."""
@@ -272,13 +219,6 @@ def _is_registered(manager: Any, bound: BoundPool) -> bool:
     return registration is not None and registration.bound is bound and registration.stands
 
 
-def _same_host() -> Any:
-    # It builds upon this module.
-    from kvarena.plugin.engines.sglang import same_host
-
-    return same_host
-
-
 def _arena_of(kv_args: Any) -> BoundPool | None:
     if not runtime.pools:
         return None  # nothing of stock's is looked at, which may have any shape
@@ -313,9 +253,3 @@ def _apart(regions: list[Region]) -> list[Region]:
 def _without_buffers(kv_args: Any) -> Any:
     empty: dict[str, Any] = {f"{part}_data_{what}": [] for part in _KINDS for what in ("ptrs", "lens")}
     return SimpleNamespace(**{**getattr(kv_args, "__dict__", {}), **empty})
-
-
-def tell(change: str, engine: TransferEngine, region: Region) -> None:
-    """A ledger has changed: let the hooks know."""
-    for failure in runtime.manager.call_every(f"kvarena_region_{change}", engine=engine, region=region):
-        logger.error("kvarena: %s", failure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 from kvarena.errors import KvArenaError
-from kvarena.hooks import hookimpl
-from kvarena.plugin.engines.sglang.registration import tell
-from kvarena.plugin.engines.sglang.runtime import logger, runtime
+from kvarena.plugin.engines.sglang.follower import PoolFollower
+from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.plugin.engines.sglang.same_host_card import Card, name_of
 from kvarena.plugin.engines.sglang.same_host_route import Reach, Route
-from kvarena.transfer import Region, RegistrationLedger, SameHostEngine, TransferTimeout
+from kvarena.transfer import Region, SameHostEngine, TransferTimeout
 from kvarena.transfer.protocol import Int64
 from kvarena.transfer.traffic import Traffic
 
@@ -37,7 +35,7 @@ _FAILED = -1
 
 
 @final
-class SameHostPath:
+class SameHostPath(PoolFollower):
     """The same-host engine of one arena, reached by a Mooncake session's name. Any thread may transfer.
 
     Writes go to addresses, as SGLang's protocol has them: its decode side leases pages by sending
@@ -61,7 +59,6 @@ class SameHostPath:
     def __init__(
         self, bound: BoundPool, session: str, mooncake: Traffic, settings: Settings, *, sends: bool
     ) -> None:
-        self.bound = bound
         self.session = session
         self._mooncake = mooncake
         self._timeout = max(settings.transfer_timeout, _LONGEST_COPY_SECONDS)
@@ -79,13 +76,11 @@ class SameHostPath:
             drain_timeout=self._timeout,
         )
         self._directory = self._engine.socket_path.parent
-        self.ledger = RegistrationLedger(self._engine, on_change=tell)
-        bound.ledgers.append(self.ledger)
-        runtime.manager.register(self)
+        super().__init__(bound, self._engine)
         try:
             if sends:
                 self._engine.prepare(max(bound.page_bytes(spec.name) for spec in bound.sub_pool_specs))
-            self._move()
+            self._publish()
         except BaseException:
             self.close()
             raise
@@ -95,26 +90,12 @@ class SameHostPath:
         """Where peers reach the engine."""
         return self._engine.socket_path
 
-    @hookimpl(trylast=True)
-    def kvarena_pool_resizing(self, pool: Any) -> None:
-        """The arena's memory is about to be replaced."""
-        if pool is self.bound:
-            self.ledger.clear()
-
-    @hookimpl
-    def kvarena_pool_finalized(self, pool: Any) -> None:
-        """The arena has another size: export what is backed now."""
-        self._follow(pool)
-
-    @hookimpl
-    def kvarena_pool_reserved(self, pool: Any) -> None:
-        """A resize was undone."""
-        self._follow(pool)
-
-    @hookimpl
-    def kvarena_pool_closing(self, pool: Any) -> None:
-        """Let go before the memory goes."""
-        if pool is self.bound:
+    def follow(self) -> None:
+        """Export what is backed now; where that fails, the path ends, and the server goes on without it."""
+        try:
+            self._publish()
+        except (KvArenaError, OSError) as error:
+            logger.warning("kvarena: the same-host path ends here, Mooncake carries everything: %s", error)
             self.close()
 
     def await_event(self, event: Any) -> None:
@@ -165,10 +146,7 @@ class SameHostPath:
             self._card.remove(self._directory)
             self._card = None
         self.ledger.clear()
-        if self.ledger in self.bound.ledgers:
-            self.bound.ledgers.remove(self.ledger)
-        if runtime.manager.is_registered(self):
-            runtime.manager.unregister(self)
+        self._leave()
         self._engine.close()
 
     def _both(
@@ -246,36 +224,13 @@ class SameHostPath:
             # Another thread may have waited for some of them, too.
             self._events = [event for event in self._events if event not in events]
 
-    def _follow(self, pool: Any) -> None:
-        if pool is not self.bound:
-            return
-        try:
-            self._move()
-        except (KvArenaError, OSError) as error:
-            logger.warning("kvarena: the same-host path ends here, Mooncake carries everything: %s", error)
-            self.close()
-
-    def _move(self) -> None:
-        arena = self.bound.arena
-        backed = Region(arena.base, arena.backed_bytes)
-        began = time.perf_counter()
-        self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
-        milliseconds = (time.perf_counter() - began) * 1e3
+    def _publish(self) -> None:
+        milliseconds = self._move()
         card = Card.of(self.session, self._identity, self._engine.describe(), self.ledger.regions)
         card.write(self._directory)
         self._card = card
-        if self.bound.report is not None:
-            self.bound.report.timeline.add(
-                "registered",
-                nbytes=self.ledger.registered_bytes,
-                address=arena.base,
-                milliseconds=milliseconds,
-                engine=self._engine.name,
-                backed=arena.backed_bytes,
-                regions=len(self.ledger.regions),
-                session=self.session,
-                socket=str(self._engine.socket_path),
-            )
+        socket = str(self._engine.socket_path)
+        self._report("registered", milliseconds, session=self.session, socket=socket)
 
 
 def _columns(*given: Sequence[int]) -> tuple[Int64, Int64, Int64] | None:

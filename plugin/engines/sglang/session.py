@@ -137,7 +137,7 @@ class ResizeSession:
             state = "closed" if self.bound.closed else "finalized already"
             raise PoolStateError(f"This pool is {state}.")
         # Run last: whatever was registered before, the sink, is registered again once it is back.
-        self.undo(lambda: self._tell_every("reserved"))
+        self.undo(lambda: self._tell_every("kvarena_pool_reserved"))
         runtime.manager.hook.kvarena_pool_resizing(pool=self.bound, keep_bytes=0)
         # From here on, even if no other rank can be heard any more.
         self.undo(self.bound.revert)
@@ -179,7 +179,8 @@ class ResizeSession:
             swa_max_total_num_tokens=getattr(config, "swa_max_total_num_tokens", None),
             unified_memory_pool_bytes=self.bound.total_bytes,
         )
-        self.undo(lambda: self._tell_every("resizing", keep_bytes=0))  # before the memory of a region goes
+        # Before the memory of a region goes.
+        self.undo(lambda: self._tell_every("kvarena_pool_resizing", keep_bytes=0))
         runtime.manager.hook.kvarena_pool_finalized(pool=self.bound, resize=resize)
         return resize
 
@@ -218,9 +219,8 @@ class ResizeSession:
             self._told = True  # who cannot be reached now is not waited for once more
             raise
 
-    def _tell_every(self, what: str, **kwargs: Any) -> None:
+    def _tell_every(self, hook: str, **kwargs: Any) -> None:
         """Every plugin hears, whatever became of the one before it."""
-        hook = f"kvarena_pool_{what}"
         for failure in runtime.manager.call_every(hook, pool=self.bound, **kwargs):
             logger.error("kvarena: %s", failure)
 
