@@ -80,6 +80,12 @@ def resolved(rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture
+def capturable(rig: Any) -> str:
+    """An attention backend with which the release captures prefill steps."""
+    return "triton" if rig.release.number < 20 else "fa3"
+
+
+@pytest.fixture
 def reserve(resolved: Resolve) -> float:
     """The fraction that leaves SGLang's reserve."""
     fraction, planned = resolved(enable_memory_saver=True)
@@ -87,11 +93,12 @@ def reserve(resolved: Resolve) -> float:
     return fraction
 
 
-def test_a_pool_that_is_sized_later_needs_no_reserve(rig: Any, resolved: Resolve, reserve: float) -> None:
+def test_a_pool_that_is_sized_later_needs_no_reserve(
+    rig: Any, resolved: Resolve, reserve: float, capturable: str
+) -> None:
     if rig.release.number == 19:
         pytest.skip("this release captures no prefill steps with unified memory")
-    backend = "triton" if rig.release.number < 20 else "fa3"
-    fraction, planned = resolved(attention_backend=backend)
+    fraction, planned = resolved(attention_backend=capturable)
     assert planned
     assert fraction > reserve
 
@@ -116,24 +123,24 @@ class Late:
         return [Refusal("late", "--late", "not any more")] if self.asked > 1 else []
 
 
-def test_any_reason_that_shows_late_costs_no_reserve(rig: Any, resolved: Resolve, reserve: float) -> None:
-    backend = "triton" if rig.release.number < 20 else "fa3"
+def test_any_reason_that_shows_late_costs_no_reserve(
+    rig: Any, resolved: Resolve, reserve: float, capturable: str
+) -> None:
     late = Late()
     rig.plug(late)
-    assert resolved(attention_backend=backend) == (reserve, False)
+    assert resolved(attention_backend=capturable) == (reserve, False)
     assert late.asked >= 1
     assert runtime.planned is False
 
 
 def test_arguments_that_cannot_be_kept_are_resolved_with_the_reserve(
-    rig: Any, resolved: Resolve, reserve: float, monkeypatch: pytest.MonkeyPatch
+    resolved: Resolve, reserve: float, capturable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: Any) -> None:
         raise TypeError("cannot pickle")
 
     monkeypatch.setattr(resolution, "deepcopy", refuse)
-    backend = "triton" if rig.release.number < 20 else "fa3"
-    assert resolved(attention_backend=backend)[0] == reserve
+    assert resolved(attention_backend=capturable)[0] == reserve
 
 
 def test_other_pools_are_resolved_as_stock_does(resolved: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:

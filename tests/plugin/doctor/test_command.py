@@ -87,32 +87,25 @@ def test_bad_settings_are_broken_and_named(doctor: Any, monkeypatch: pytest.Monk
     assert "KVARENA_HEADROOM" in settings["fix"]
 
 
-def test_a_memory_limit_below_one_request_names_the_least(
-    doctor: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("KVARENA_MEMORY_LIMIT", "raise KVARENA_MEMORY_LIMIT (the demo's --memory-limit)."),
+        ("KVARENA_POOL_BYTES", "raise KVARENA_POOL_BYTES."),
+    ],
+)
+def test_a_limit_below_one_request_is_broken_as_in_the_engine_and_names_the_least(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch, setting: str, remedy: str
 ) -> None:
-    monkeypatch.setenv("KVARENA_MEMORY_LIMIT", "64KiB")
+    monkeypatch.setenv(setting, "64KiB")
     status, findings = doctor("--engine", "embedded")
     assert status == 2
     fix = _of(findings, "engine")[-1]["fix"]
-    assert "raise KVARENA_MEMORY_LIMIT" in fix
+    assert fix.endswith(remedy)
     least = int(fix.split("The least that works is ")[1].split()[0])
-    monkeypatch.setenv("KVARENA_MEMORY_LIMIT", str(least))
-    assert doctor("--engine", "embedded")[0] == 0
-
-
-def test_a_pool_limit_below_one_request_is_broken_as_in_the_engine(
-    doctor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVARENA_POOL_BYTES", "64KiB")
-    status, findings = doctor("--engine", "embedded")
-    assert status == 2
-    fix = _of(findings, "engine")[-1]["fix"]
-    assert fix.endswith("raise KVARENA_POOL_BYTES.")
-    least = int(fix.split("The least that works is ")[1].split()[0])
-    monkeypatch.setenv("KVARENA_POOL_BYTES", str(least))
-    assert doctor("--engine", "embedded")[0] == 0
-    monkeypatch.setenv("KVARENA_POOL_BYTES", str(least - 1))
-    assert doctor("--engine", "embedded")[0] == 2
+    for limit, expected in ((least, 0), (least - 1, 2)):
+        monkeypatch.setenv(setting, str(limit))
+        assert doctor("--engine", "embedded")[0] == expected
 
 
 def test_a_headroom_above_the_machine_does_not_name_a_limit_that_is_not_set(

@@ -85,30 +85,18 @@ def test_pages_that_the_window_can_see(window: int) -> None:
         assert len(seen) <= config.window_pages
 
 
-def test_a_memory_limit_below_the_floor_names_the_least_that_works(
-    make_engine: Callable[..., Engine], small: EngineConfig
+@pytest.mark.parametrize(("limit", "step"), [("memory_limit", 4096), ("pool_bytes", 1)])
+def test_a_limit_below_the_floor_names_the_least_that_works(
+    make_engine: Callable[..., Engine], small: EngineConfig, limit: str, step: int
 ) -> None:
-    with pytest.raises(SettingError, match="The least that works is") as refused:
-        make_engine(memory_limit=4096)
-    least = int(str(refused.value).split("The least that works is ")[1].split()[0])
-    granularity = 4096
-
-    engine = make_engine(memory_limit=least)
-    assert engine.book.capacity_tokens() >= small.chunk
-    with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
-        make_engine(memory_limit=least - granularity)
-
-
-def test_the_least_limit_on_the_pool_works_and_a_byte_less_does_not(
-    make_engine: Callable[..., Engine], small: EngineConfig
-) -> None:
-    with pytest.raises(SettingError, match="raise KVARENA_POOL_BYTES") as refused:
-        make_engine(pool_bytes=4096)
+    """Memory comes in units of the driver's granularity."""
+    with pytest.raises(SettingError, match=f"raise KVARENA_{limit.upper()}") as refused:
+        make_engine(**{limit: 4096})
     least = int(str(refused.value).split("The least that works is ")[1].split()[0])
 
-    assert make_engine(pool_bytes=least).book.capacity_tokens() >= small.chunk
+    assert make_engine(**{limit: least}).book.capacity_tokens() >= small.chunk
     with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
-        make_engine(pool_bytes=least - 1)
+        make_engine(**{limit: least - step})
 
 
 def test_an_unknown_transfer_engine_is_named(small: EngineConfig) -> None:

@@ -62,8 +62,8 @@ def make_sender(directory: Path) -> Iterator[Callable[..., SameHost]]:
     """Makes a sender in this process, all of its 8 MiB registered and filled with numbers."""
     made: list[SameHost] = []
 
-    def make(**options: Any) -> SameHost:
-        factory = MakeEngine(directory, **{"name": "sender", **options})
+    def make(at: Path = directory, **options: Any) -> SameHost:
+        factory = MakeEngine(at, **{"name": "sender", **options})
         host = SameHost(factory, ArenaMemory, 16 * MIB, 8 * MIB)
         made.append(host)
         host.register((0, 8 * MIB))

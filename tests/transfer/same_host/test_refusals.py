@@ -29,7 +29,7 @@ from kvarena.transfer import _same_host_server as server_module
 from kvarena.transfer import _same_host_wire as wire
 from kvarena.transfer.same_host import SameHostEngine
 from kvarena.transfer.testing import RemoteHost
-from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost
+from same_host_support import MIB, PAGE, SameHost
 
 
 @pytest.fixture
@@ -177,38 +177,30 @@ class TestPeer:
     def test_a_second_peer_of_the_same_name_is_refused_while_the_first_lives(
         self, make_sender: Callable[..., SameHost], receiver: RemoteHost, tmp_path: Path
     ) -> None:
-        first = make_sender()
+        first, second = make_sender(), make_sender(tmp_path / "t")
         peer = first.engine.connect(receiver.describe())
-        second = SameHost(MakeEngine(tmp_path / "t", name="sender"), ArenaMemory, 4 * MIB, 2 * MIB)
-        try:
-            with pytest.raises(PeerRefused) as refused:
-                second.engine.connect(receiver.describe())
-            assert refused.value.code == "name"
-            first.engine.submit(peer, [first.base], [receiver.base], [PAGE]).wait(10)
-            assert first.engine.connect(receiver.describe()) == peer
-            first.close()
+        with pytest.raises(PeerRefused) as refused:
             second.engine.connect(receiver.describe())
-        finally:
-            second.close()
+        assert refused.value.code == "name"
+        first.engine.submit(peer, [first.base], [receiver.base], [PAGE]).wait(10)
+        assert first.engine.connect(receiver.describe()) == peer
+        first.close()
+        second.engine.connect(receiver.describe())
 
     def test_a_second_receiver_of_the_same_name_is_refused_while_the_first_lives(
         self, sender: SameHost, make_sender: Callable[..., SameHost], tmp_path: Path
     ) -> None:
         """In another directory it can have it; the first was detached for it, transfers and all."""
-        first = make_sender(name="receiver")
+        first, second = make_sender(name="receiver"), make_sender(tmp_path / "t", name="receiver")
         peer = sender.engine.connect(first.describe())
-        second = SameHost(MakeEngine(tmp_path / "t", name="receiver"), ArenaMemory, 4 * MIB, 2 * MIB)
-        try:
-            with pytest.raises(PeerRefused) as refused:
-                sender.engine.connect(second.describe())
-            assert refused.value.code == "name"
-            assert second.attached() == ()
-            sender.engine.submit(peer, [sender.base], [first.base], [PAGE]).wait(10)
-            first.engine.close()
-            assert sender.engine.connect(second.describe()) == peer
-            assert second.attached() == ("sender",)
-        finally:
-            second.close()
+        with pytest.raises(PeerRefused) as refused:
+            sender.engine.connect(second.describe())
+        assert refused.value.code == "name"
+        assert second.attached() == ()
+        sender.engine.submit(peer, [sender.base], [first.base], [PAGE]).wait(10)
+        first.engine.close()
+        assert sender.engine.connect(second.describe()) == peer
+        assert second.attached() == ("sender",)
 
     def test_an_old_description_does_not_end_the_connection_to_the_successor(
         self, sender: SameHost, make_receiver: Callable[..., RemoteHost]
