@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from kvarena.transfer._testing_hosts import EngineHost, RemoteHost
+from kvarena.transfer._testing_memory import assert_same_bytes
 from kvarena.transfer._testing_pairs import Pair, pattern
 from kvarena.transfer._testing_registration import RegistrationContract
 from kvarena.transfer._testing_transfers import TransferContract
@@ -42,7 +43,7 @@ class TransferEngineContract(RegistrationContract, TransferContract):
         ready.target = ready.make_target()
         ready.target.move_ledger()
         ready.submit(ready.connect(), (0, 0, self.backed_bytes)).wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_an_unknown_peer_is_refused(self, ready: Pair) -> None:
         with pytest.raises(TransferFailed):

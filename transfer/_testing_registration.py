@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kvarena.transfer._testing_memory import assert_same_bytes
 from kvarena.transfer._testing_pairs import EnginePairs, Pair, pattern
 from kvarena.transfer.errors import RegistrationError, TransferFailed
 from kvarena.transfer.pages import plan_page_copies
@@ -23,7 +24,7 @@ class RegistrationContract(EnginePairs):
         pair.source.register(span)
         pair.source.write(0, b"again")
         pair.submit(pair.connect(), (0, 0, 5)).wait(self.timeout)
-        assert pair.target.read(0, 5) == b"again"
+        assert_same_bytes(pair.target.read(0, 5), b"again")
 
     @pytest.mark.parametrize("other", ["same", "shorter", "longer", "contained", "overlapping"])
     def test_an_overlap_is_refused_and_the_first_region_stays(self, pair: Pair, other: str) -> None:
@@ -71,7 +72,9 @@ class RegistrationContract(EnginePairs):
         pair.source.write(0, pattern(1, self.backed_bytes))
         peer = pair.connect()
         pair.submit(peer, (half - 64, half - 64, 64), (half, half, 64)).wait(self.timeout)
-        assert pair.target.read(half - 64, 128) == pattern(1, self.backed_bytes)[half - 64 : half + 64]
+        assert_same_bytes(
+            pair.target.read(half - 64, 128), pattern(1, self.backed_bytes)[half - 64 : half + 64]
+        )
 
     def test_a_copy_across_a_seam_arrives_or_is_refused(self, pair: Pair) -> None:
         half = self.backed_bytes // 2
@@ -83,9 +86,11 @@ class RegistrationContract(EnginePairs):
             pair.submit(peer, (half - 64, half - 64, 128)).wait(self.timeout)
         except TransferFailed:
             assert not pair.source.engine.capabilities.crosses_seams
-            assert pair.target.read(half, 64) == bytes(64)
+            assert_same_bytes(pair.target.read(half, 64), bytes(64))
         else:
-            assert pair.target.read(half - 64, 128) == pattern(1, self.backed_bytes)[half - 64 : half + 64]
+            assert_same_bytes(
+                pair.target.read(half - 64, 128), pattern(1, self.backed_bytes)[half - 64 : half + 64]
+            )
 
     def test_pages_arrive_though_each_side_has_other_seams(self, pair: Pair) -> None:
         pages = self.backed_bytes // self.page_bytes
@@ -109,7 +114,7 @@ class RegistrationContract(EnginePairs):
         )
         pair.source.engine.submit(pair.connect(), *plan).wait(self.timeout)
         sent = pattern(1, self.backed_bytes)[: -self.page_bytes]
-        assert pair.target.read(0, self.backed_bytes) == bytes(self.page_bytes) + sent
+        assert_same_bytes(pair.target.read(0, self.backed_bytes), bytes(self.page_bytes) + sent)
 
     @pytest.mark.parametrize("unknown", ["never", "inside", "longer", "shorter"])
     def test_what_was_not_registered_is_not_unregistered(self, pair: Pair, unknown: str) -> None:
@@ -150,7 +155,7 @@ class RegistrationContract(EnginePairs):
         peer = pair.connect()
         with pytest.raises(TransferFailed):
             pair.submit(peer, (0, half, 4096)).wait(self.timeout)
-        assert pair.target.read(half, half) == bytes(half)
+        assert_same_bytes(pair.target.read(half, half), bytes(half))
 
     @pytest.mark.parametrize("end", ["head", "tail"])
     def test_a_write_that_is_partly_outside_is_refused(self, pair: Pair, end: str) -> None:
@@ -162,7 +167,7 @@ class RegistrationContract(EnginePairs):
         with pytest.raises(TransferFailed):
             pair.submit(pair.connect(), (0, offset, 128)).wait(self.timeout)
         outside = offset if end == "head" else 2 * quarter
-        assert pair.target.read(outside, 64) == bytes(64)
+        assert_same_bytes(pair.target.read(outside, 64), bytes(64))
 
     def test_a_batch_of_which_one_write_is_outside_is_refused(self, pair: Pair) -> None:
         half = self.backed_bytes // 2
@@ -171,7 +176,7 @@ class RegistrationContract(EnginePairs):
         pair.source.write(0, b"x" * 64)
         with pytest.raises(TransferFailed):
             pair.submit(pair.connect(), (0, 0, 64), (0, half + 64, 64), (0, 64, 64)).wait(self.timeout)
-        assert pair.target.read(half, half) == bytes(half)
+        assert_same_bytes(pair.target.read(half, half), bytes(half))
 
     def test_a_region_that_was_replaced_by_a_longer_one_is_usable(self, pair: Pair) -> None:
         half = self.backed_bytes // 2
@@ -183,7 +188,7 @@ class RegistrationContract(EnginePairs):
             host.unregister((0, half))
             host.register((0, self.backed_bytes))
         pair.submit(pair.connect(), (0, 0, self.backed_bytes)).wait(self.timeout)
-        assert pair.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(pair.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_a_tail_that_was_taken_back_is_not_written(self, pair: Pair) -> None:
         half = self.backed_bytes // 2
@@ -194,9 +199,9 @@ class RegistrationContract(EnginePairs):
         pair.target.unregister((half, half))
         with pytest.raises(TransferFailed):
             pair.submit(pair.connect(), (64, half, 64)).wait(self.timeout)
-        assert pair.target.read(half, 64) == pattern(1, self.backed_bytes)[:64]
+        assert_same_bytes(pair.target.read(half, 64), pattern(1, self.backed_bytes)[:64])
         pair.submit(pair.connect(), (64, 0, 64)).wait(self.timeout)
-        assert pair.target.read(0, 64) == pattern(1, self.backed_bytes)[64:128]
+        assert_same_bytes(pair.target.read(0, 64), pattern(1, self.backed_bytes)[64:128])
 
     def test_what_a_sender_registers_after_connecting_can_be_sent(self, pair: Pair) -> None:
         """Who grows alone has no news for the peer, and gets none: nobody connects again."""
@@ -208,14 +213,14 @@ class RegistrationContract(EnginePairs):
         pair.submit(peer, (0, 0, half)).wait(self.timeout)
         pair.source.register((half, half))
         pair.submit(peer, (half, half, half)).wait(self.timeout)
-        assert pair.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(pair.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_nothing_is_written_after_unregistering(self, ready: Pair) -> None:
         ready.connect()
         ready.target.move_ledger(nbytes=0)
         with pytest.raises(TransferFailed):
             ready.submit(ready.connect(), (0, 0, 4096)).wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(2, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(2, self.backed_bytes))
 
     def _still_usable(self, pair: Pair, offset: int, nbytes: int) -> None:
         """A write to the first and last bytes of the span arrives."""
@@ -224,4 +229,4 @@ class RegistrationContract(EnginePairs):
         peer = pair.connect()
         last = offset + nbytes - 64
         pair.submit(peer, (0, offset, 64), (64, last, 64)).wait(self.timeout)
-        assert pair.target.read(offset, 64) + pair.target.read(last, 64) == pattern(1, 128)
+        assert_same_bytes(pair.target.read(offset, 64) + pair.target.read(last, 64), pattern(1, 128))

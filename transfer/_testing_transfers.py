@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from kvarena.transfer._testing_hosts import RemoteHost
+from kvarena.transfer._testing_memory import assert_same_bytes
 from kvarena.transfer._testing_pairs import EnginePairs, Pair, ends, pattern, some_pages
 from kvarena.transfer.errors import TransferFailed, TransferTimeout
 from kvarena.transfer.pages import plan_page_copies
@@ -41,26 +42,26 @@ class TransferContract(EnginePairs):
             expected[d * self.page_bytes : (d + 1) * self.page_bytes] = sent[
                 s * self.page_bytes : (s + 1) * self.page_bytes
             ]
-        assert ready.target.read(0, self.backed_bytes) == bytes(expected)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), bytes(expected))
 
     def test_a_range_of_odd_length_and_alignment_arrives(self, ready: Pair) -> None:
         ready.submit(ready.connect(), (7, 1001, 4099)).wait(self.timeout)
         expected = bytearray(pattern(2, self.backed_bytes))
         expected[1001 : 1001 + 4099] = pattern(1, self.backed_bytes)[7 : 7 + 4099]
-        assert ready.target.read(0, self.backed_bytes) == bytes(expected)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), bytes(expected))
 
     def test_a_transfer_can_be_polled(self, ready: Pair) -> None:
         pending = ready.submit(ready.connect(), (0, 0, self.backed_bytes))
         assert ends(pending, self.timeout)
         assert pending.done()
-        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_several_transfers_are_under_way_at_once(self, ready: Pair) -> None:
         peer = ready.connect()
         piece = self.backed_bytes // 8
         for pending in [ready.submit(peer, (i * piece, i * piece, piece)) for i in range(8)]:
             pending.wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_the_columns_are_the_callers_again_after_submitting(self, ready: Pair) -> None:
         peer, piece = ready.connect(), self.backed_bytes // 4
@@ -72,7 +73,7 @@ class TransferContract(EnginePairs):
         src[:], dst[:], lengths[:] = ready.source.base + piece, ready.target.base + piece, 1
         for each in (first, pending):
             each.wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_more_operations_than_a_batch_takes(self, ready: Pair) -> None:
         limit = ready.source.engine.capabilities.max_batch or 4096
@@ -84,11 +85,11 @@ class TransferContract(EnginePairs):
         expected[:count, :32] = np.frombuffer(pattern(1, self.backed_bytes), np.uint8).reshape(-1, 64)[
             :count, :32
         ]
-        assert ready.target.read(0, self.backed_bytes) == expected.tobytes()
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), expected.tobytes())
 
     def test_an_empty_batch_ends_well(self, ready: Pair) -> None:
         ready.submit(ready.connect()).wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(2, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(2, self.backed_bytes))
 
     def test_lists_of_different_lengths_are_refused(self, ready: Pair) -> None:
         peer = ready.connect()
@@ -103,21 +104,21 @@ class TransferContract(EnginePairs):
             engine.submit(peer, [ready.source.base + src], [ready.target.base + dst], [nbytes]).wait(
                 self.timeout
             )
-        assert ready.target.read(0, self.backed_bytes) == pattern(2, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(2, self.backed_bytes))
         ready.submit(ready.connect(), (0, 0, 64)).wait(self.timeout)
 
     def test_a_copy_of_no_bytes_changes_nothing(self, ready: Pair) -> None:
         ready.submit(ready.connect(), (0, 4096, 0), (0, 0, 64)).wait(self.timeout)
         expected = pattern(1, self.backed_bytes)[:64] + pattern(2, self.backed_bytes)[64:]
-        assert ready.target.read(0, self.backed_bytes) == expected
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), expected)
 
     def test_both_sides_send_at_once(self, ready: Pair) -> None:
         half = self.backed_bytes // 2
         pending = ready.submit(ready.connect(), (0, half, half))
         ready.target.write_to(ready.source.describe(), ready.source.base + half, 0, half, self.timeout)
         pending.wait(self.timeout)
-        assert ready.target.read(half, half) == pattern(1, self.backed_bytes)[:half]
-        assert ready.source.read(half, half) == pattern(2, self.backed_bytes)[:half]
+        assert_same_bytes(ready.target.read(half, half), pattern(1, self.backed_bytes)[:half])
+        assert_same_bytes(ready.source.read(half, half), pattern(2, self.backed_bytes)[:half])
 
     def test_peers_are_told_apart(self, ready: Pair) -> None:
         """One sender with two receivers, and one receiver with two senders."""
@@ -131,11 +132,11 @@ class TransferContract(EnginePairs):
                 to_other = ready.source.engine.submit(second, src, [other.base + offset], count)
                 ready.submit(first, (half + offset, offset, half // 2)).wait(self.timeout)
                 to_other.wait(self.timeout)
-            assert other.read(0, half) == sent[:half]
-            assert ready.target.read(0, half) == sent[half:]
+            assert_same_bytes(other.read(0, half), sent[:half])
+            assert_same_bytes(ready.target.read(0, half), sent[half:])
             other.write_to(ready.target.describe(), ready.target.base, 0, half, self.timeout)
             ready.submit(first, (0, half, half)).wait(self.timeout)
-            assert ready.target.read(0, 2 * half) == sent[:half] * 2
+            assert_same_bytes(ready.target.read(0, 2 * half), sent[:half] * 2)
             ready.source.engine.disconnect(second)
 
     def test_a_peer_that_stands_still_keeps_nobody(self, ready: Pair) -> None:
@@ -165,7 +166,7 @@ class TransferContract(EnginePairs):
             thread.join(self.timeout)
         ready.source.engine.disconnect(peer)
         ready.submit(ready.connect(), (0, 0, self.backed_bytes)).wait(self.timeout)
-        assert ready.target.read(0, self.backed_bytes) == pattern(1, self.backed_bytes)
+        assert_same_bytes(ready.target.read(0, self.backed_bytes), pattern(1, self.backed_bytes))
 
     def test_growth_is_usable_after_connecting_again(self, ready: Pair) -> None:
         first = ready.connect()
@@ -188,5 +189,5 @@ class TransferContract(EnginePairs):
         )
         ready.source.engine.submit(peer, *plan).wait(self.timeout)
         start = num_pages // 2 * self.page_bytes
-        assert ready.target.read(start, self.backed_bytes) == pattern(1, self.backed_bytes)
-        assert ready.target.read(0, start) == pattern(2, self.backed_bytes)[:start]
+        assert_same_bytes(ready.target.read(start, self.backed_bytes), pattern(1, self.backed_bytes))
+        assert_same_bytes(ready.target.read(0, start), pattern(2, self.backed_bytes)[:start])

@@ -16,7 +16,7 @@ from kvarena.transfer._testing_hosts import (
     RemoteHost,
     Standalone,
 )
-from kvarena.transfer._testing_memory import HostMemory, leftovers
+from kvarena.transfer._testing_memory import HostMemory, assert_same_bytes, leftovers
 from kvarena.transfer._testing_pairs import Pair
 from kvarena.transfer.recording import RecordingEngine
 
@@ -33,5 +33,6 @@ __all__ = [
     "RemoteHost",
     "Standalone",
     "TransferEngineContract",
+    "assert_same_bytes",
     "leftovers",
 ]

@@ -30,7 +30,7 @@ from kvarena.transfer import (
     TransferTimeout,
 )
 from kvarena.transfer import channel as channel_module
-from kvarena.transfer.testing import FailingEngine, HostMemory
+from kvarena.transfer.testing import FailingEngine, HostMemory, assert_same_bytes
 
 PAGE = 4096
 PAGES = 64
@@ -230,9 +230,9 @@ def test_leased_pages_of_both_sub_pools_arrive(make_side: Callable[..., Side]) -
     assert prefill.gate.in_flight == 1
     assert pending.done()
     assert prefill.gate.in_flight == 0
-    assert decode.memory.read(7 * PAGE, PAGE) == b"f" * PAGE
-    assert decode.memory.read(9 * 2 * PAGE, 2 * PAGE) == b"s" * 2 * PAGE
-    assert decode.memory.read(8 * PAGE, PAGE) == bytes(PAGE)
+    assert_same_bytes(decode.memory.read(7 * PAGE, PAGE), b"f" * PAGE)
+    assert_same_bytes(decode.memory.read(9 * 2 * PAGE, 2 * PAGE), b"s" * 2 * PAGE)
+    assert_same_bytes(decode.memory.read(8 * PAGE, PAGE), bytes(PAGE))
     traffic = prefill.ledger.traffic
     assert pending.done()  # asked again, it does not count again
     assert (traffic.transfers, traffic.nbytes, traffic.failures) == (1, 3 * PAGE, 0)

@@ -26,6 +26,7 @@ from kvarena.transfer import (
     SameHostEngine,
     SubPoolManifest,
 )
+from kvarena.transfer.testing import assert_same_bytes
 
 UNIT = 4096
 
@@ -125,7 +126,7 @@ def move_some(stack: contextlib.ExitStack, engines: Engines, seed: int) -> None:
     source.channel.send(peer, lease, moves).wait(10)
     if arrival is not None:
         arrival.wait(10)
-    assert target.read() == expected
+    assert_same_bytes(target.read(), expected)
 
 
 @settings(max_examples=30, deadline=None)

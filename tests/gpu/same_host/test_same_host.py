@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from kvarena.transfer.testing import RemoteHost
+    from kvarena.transfer.testing import RemoteHost, assert_same_bytes
     from same_host_gpu_support import CudaHost
 
 torch = pytest.importorskip("torch")
@@ -54,8 +54,8 @@ def test_random_pages_arrive_and_no_other_byte_changes(
     used = places * page_bytes
     expected = np.full((places, page_bytes), 0xA5, np.uint8)
     expected[dst] = np.frombuffer(sent, np.uint8)[:used].reshape(places, page_bytes)[src]
-    assert there.read(0, used) == expected.tobytes()
-    assert there.read(used, 64 * MIB - used) == b"\xa5" * (64 * MIB - used)
+    assert_same_bytes(there.read(0, used), expected.tobytes())
+    assert_same_bytes(there.read(used, 64 * MIB - used), b"\xa5" * (64 * MIB - used))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_ranges_arrive_and_no_other_byte_changes(
     expected = np.full(64 * MIB, 0xA5, np.uint8)
     for start, end, nbytes in copies:
         expected[end : end + nbytes] = sent[start : start + nbytes]
-    assert there.read(0, 64 * MIB) == expected.tobytes()
+    assert_same_bytes(there.read(0, 64 * MIB), expected.tobytes())
 
 
 def test_a_copy_waits_for_the_stream_that_writes_its_source(either_pair: Pair) -> None:
@@ -103,7 +103,7 @@ def test_a_copy_waits_for_the_stream_that_writes_its_source(either_pair: Pair) -
         after=stream.cuda_stream,
     )
     pending.wait(20)
-    assert there.read(0, 64 * MIB) == b"\x3c" * (64 * MIB)
+    assert_same_bytes(there.read(0, 64 * MIB), b"\x3c" * (64 * MIB))
 
 
 def test_the_receiver_hears_from_the_sender_alone(either_pair: Pair) -> None:
@@ -155,7 +155,7 @@ def test_growth_and_give_back_under_traffic(pair: Pair) -> None:
     assert rounds >= 10
     every = np.arange(4096)
     here.engine.submit_pages(peer, every, every, 16384, lease_of(every, 0)).wait(20)  # type: ignore[arg-type]
-    assert there.read(0, 64 * MIB) == sent
+    assert_same_bytes(there.read(0, 64 * MIB), sent)
     assert here.engine.peer(peer).mapped_bytes == 64 * MIB
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvarena.transfer import QuiesceTimeout, Region, TransferFailed
-from kvarena.transfer.testing import RemoteHost
+from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
 
 
@@ -50,7 +50,7 @@ def test_growth_and_give_back_under_traffic_refuse_nothing(sender: SameHost, rec
     assert rounds >= 15
     last = a_lease(list(range(256)), 0)
     sender.engine.submit_pages(peer, np.arange(256) + 256, np.arange(256), PAGE, last).wait(10)
-    assert receiver.read(0, 4 * MIB) == sender.read(4 * MIB, 4 * MIB)
+    assert_same_bytes(receiver.read(0, 4 * MIB), sender.read(4 * MIB, 4 * MIB))
     assert sender.engine.peer(peer).mapped_bytes == 8 * MIB
 
 
@@ -66,7 +66,7 @@ def test_growth_is_mapped_once_the_new_description_is_connected_to(
     assert sender.engine.peer(peer).mapped_bytes == 16 * MIB
     seam = receiver.base + 8 * MIB
     sender.engine.submit(peer, [sender.base], [seam - PAGE], [2 * PAGE]).wait(10)
-    assert receiver.read(8 * MIB - PAGE, 2 * PAGE) == sender.read(0, 2 * PAGE)
+    assert_same_bytes(receiver.read(8 * MIB - PAGE, 2 * PAGE), sender.read(0, 2 * PAGE))
 
 
 def test_what_is_unregistered_is_unmapped_at_the_peer_before_the_call_returns(
@@ -92,8 +92,8 @@ def test_a_swapped_handle_is_followed(sender: SameHost, receiver: RemoteHost) ->
     receiver.register((0, 12 * MIB))
     sender.engine.connect(receiver.describe())
     sender.engine.submit(peer, [sender.base + PAGE], [receiver.base + 11 * MIB], [PAGE]).wait(10)
-    assert receiver.read(11 * MIB, PAGE) == sender.read(PAGE, PAGE)
-    assert receiver.read(0, PAGE) == bytes(PAGE)
+    assert_same_bytes(receiver.read(11 * MIB, PAGE), sender.read(PAGE, PAGE))
+    assert_same_bytes(receiver.read(0, PAGE), bytes(PAGE))
 
 
 def test_an_arena_of_very_many_handles_is_exported_whole(
@@ -106,7 +106,7 @@ def test_an_arena_of_very_many_handles_is_exported_whole(
     peer = sender.engine.connect(receiver.describe())
     assert sender.engine.peer(peer).mapped_bytes == 8 * MIB + 150 * 8192
     sender.engine.submit(peer, [sender.base], [receiver.base + 8 * MIB], [150 * 8192]).wait(10)
-    assert receiver.read(8 * MIB, 150 * 8192) == sender.read(0, 150 * 8192)
+    assert_same_bytes(receiver.read(8 * MIB, 150 * 8192), sender.read(0, 150 * 8192))
 
 
 def stop(pid: int) -> None:
@@ -147,7 +147,7 @@ def test_refresh_exports_what_was_swapped_beneath_a_region(sender: SameHost, rec
     receiver.process.call("refresh")
     sender.engine.connect(receiver.describe())
     sender.engine.submit(peer, [sender.base], [receiver.base], [PAGE]).wait(10)
-    assert receiver.read(0, PAGE) == sender.read(0, PAGE)
+    assert_same_bytes(receiver.read(0, PAGE), sender.read(0, PAGE))
     assert sender.engine.regions == (Region(sender.base, 8 * MIB),)
 
 

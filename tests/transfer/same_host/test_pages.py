@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvarena.transfer import Lease, LeaseError, PageError, TransferFailed, TransferTimeout
-from kvarena.transfer.testing import RemoteHost
+from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, SameHost, a_lease
 
 PAGES = 8 * MIB // PAGE
@@ -46,7 +46,7 @@ def test_random_pages_arrive_and_no_other_byte_changes(
     assert arrived(receiver, 1)
     expected = np.zeros((PAGES, PAGE), np.uint8)
     expected[dst] = np.frombuffer(sender.read(0, 8 * MIB), np.uint8).reshape(PAGES, PAGE)[src]
-    assert receiver.read(0, 8 * MIB) == expected.tobytes()
+    assert_same_bytes(receiver.read(0, 8 * MIB), expected.tobytes())
 
 
 @pytest.mark.parametrize("page_bytes", [96, 512, 4096, 3 * 4096])
@@ -60,7 +60,7 @@ def test_pages_of_any_size_arrive(sender: SameHost, receiver: RemoteHost, peer: 
     size = count * page_bytes
     expected = np.zeros((count, page_bytes), np.uint8)
     expected[dst] = np.frombuffer(sender.read(0, size), np.uint8).reshape(count, page_bytes)[src]
-    assert receiver.read(0, size) == expected.tobytes()
+    assert_same_bytes(receiver.read(0, size), expected.tobytes())
 
 
 def test_a_request_is_complete_only_when_every_leased_page_is_written(
@@ -85,7 +85,7 @@ def test_sub_pools_of_one_lease_are_counted_apart(sender: SameHost, receiver: Re
     assert receiver.process.call("comes_down_to", 1, 1)
     sender.engine.submit_pages(peer, [8], [2], 2 * PAGE, lease, sub_pool="swa").wait(10)
     assert arrived(receiver, 1)
-    assert receiver.read(4 * PAGE, 2 * PAGE) == sender.read(16 * PAGE, 2 * PAGE)
+    assert_same_bytes(receiver.read(4 * PAGE, 2 * PAGE), sender.read(16 * PAGE, 2 * PAGE))
 
 
 def test_a_sub_pool_without_pages_may_come_last(sender: SameHost, receiver: RemoteHost, peer: str) -> None:
@@ -112,7 +112,7 @@ def test_pages_that_are_not_leased_are_not_written(
     expect(receiver, lease)
     with pytest.raises(LeaseError):
         sender.engine.submit_pages(peer, src, dst, PAGE, lease, sub_pool=sub_pool)
-    assert receiver.read(0, 8 * MIB) == bytes(8 * MIB)
+    assert_same_bytes(receiver.read(0, 8 * MIB), bytes(8 * MIB))
     sender.engine.submit_pages(peer, [1, 2], [10, 12], PAGE, lease).wait(10)  # the lease still holds
     assert arrived(receiver, 1)
 
@@ -126,7 +126,7 @@ def test_a_page_is_written_once_under_a_lease(sender: SameHost, receiver: Remote
     sender.engine.submit_pages(peer, [1], [4], PAGE, lease).wait(10)
     with pytest.raises(LeaseError, match="written whole"):
         sender.engine.submit_pages(peer, [2], [4], PAGE, lease)
-    assert receiver.read(5 * PAGE, PAGE) == sender.read(PAGE, PAGE)
+    assert_same_bytes(receiver.read(5 * PAGE, PAGE), sender.read(PAGE, PAGE))
 
 
 def test_nothing_is_written_under_a_revoked_lease(sender: SameHost, receiver: RemoteHost, peer: str) -> None:
@@ -138,7 +138,7 @@ def test_nothing_is_written_under_a_revoked_lease(sender: SameHost, receiver: Re
         sender.engine.submit_pages(peer, [1], [5], PAGE, lease)
     with pytest.raises(LeaseError, match="revoked"):
         arrived(receiver, 1)
-    assert receiver.read(5 * PAGE, PAGE) == bytes(PAGE)
+    assert_same_bytes(receiver.read(5 * PAGE, PAGE), bytes(PAGE))
     again = a_lease([5], serial=2)
     expect(receiver, again)
     sender.engine.submit_pages(peer, [1], [5], PAGE, again).wait(10)
@@ -161,7 +161,7 @@ def test_the_receiver_is_told_at_once_when_pages_will_not_come(
             arrived(receiver, serial, 30)
     with pytest.raises(LeaseError, match="given up"):
         sender.engine.submit_pages(peer, [1], [1], PAGE, given_up)
-    assert receiver.read(0, 8 * MIB) == bytes(8 * MIB)
+    assert_same_bytes(receiver.read(0, 8 * MIB), bytes(8 * MIB))
 
 
 def test_lists_that_do_not_fit_are_refused(sender: SameHost, peer: str) -> None:

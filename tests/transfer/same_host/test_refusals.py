@@ -28,7 +28,7 @@ from kvarena.transfer import _same_host_path as path_module
 from kvarena.transfer import _same_host_server as server_module
 from kvarena.transfer import _same_host_wire as wire
 from kvarena.transfer.same_host import SameHostEngine
-from kvarena.transfer.testing import RemoteHost
+from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, SameHost
 
 
@@ -269,7 +269,7 @@ class TestManifest:
         }
         assert "'float8_e4m3fn', theirs 'bfloat16'" in str(refused.value).replace('"', "")
         assert receiver.process.call("attached") == ()
-        assert receiver.read(0, 8 * MIB) == bytes(8 * MIB)
+        assert_same_bytes(receiver.read(0, 8 * MIB), bytes(8 * MIB))
         third = make_sender(name="third", manifest=manifest())
         peer = third.engine.connect(receiver.describe())
         third.engine.submit(peer, [third.base], [receiver.base], [PAGE]).wait(10)
