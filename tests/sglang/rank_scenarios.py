@@ -23,12 +23,29 @@ def serve(rank: int, count: int, init: str, inbox: Any, outbox: Any) -> None:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=count)
     while (scenario := inbox.get()) is not None:
         try:
-            outbox.put((rank, run(rank, dist.group.WORLD, scenario, inbox)))
+            scene = come if "comes" in scenario else run
+            outbox.put((rank, scene(rank, dist.group.WORLD, scenario, inbox)))
         except Exception:  # noqa: BLE001 - the test prints it
             outbox.put((rank, {"broken": traceback.format_exc()}))
         if "die" in scenario.get("fail", ()):
             break  # as a scheduler does that cannot start; who waits for it hears of that, too
     dist.destroy_process_group()
+
+
+def come(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str, Any]:
+    """The roll call of the ranks that come; the others are those of a node without kvarena."""
+    from kvarena.errors import KvArenaError
+    from kvarena.plugin.engines.sglang import ranks
+
+    if not scenario["comes"][rank]:
+        inbox.get()
+        return {"error": "", "fix": ""}
+    ranks.ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=scenario["seconds"])
+    try:
+        ranks.Ranks(group).roll_call()
+    except KvArenaError as error:
+        return {"error": str(error), "fix": error.fix}
+    return {"error": "", "fix": ""}
 
 
 def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str, Any]:

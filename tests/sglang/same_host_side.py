@@ -6,7 +6,6 @@ Run as a program, it is the decode side: ``KVARENA_SAME_HOST`` comes from the en
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -15,12 +14,11 @@ import threading
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
 CONN = "sglang.srt.disaggregation.mooncake.conn"
 WRAPPER = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine"
 PAGE_BYTES = 512
@@ -220,26 +218,19 @@ class Peer:
             self.process.wait()
 
 
-def load(name: str) -> ModuleType:
-    """A helper of this folder, as conftest.py loads it."""
-    spec = importlib.util.spec_from_file_location(f"kvarena_tests_sglang_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     import pytest
 
     connection, release, finalize = Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] == "1"
     warnings.simplefilter("ignore")
     with pytest.MonkeyPatch.context() as patch:
-        load("mocks").install()
-        module = load("rig")
-        rig = module.Rig(module.Release(release), patch)
+        # A program finds its neighbours by their names.
+        import mocks
+
+        mocks.install()
+        from rig import Release, Rig
+
+        rig = Rig(Release(release), patch)
         side = Side(rig, role="decode", finalize=finalize)
         while True:
             try:

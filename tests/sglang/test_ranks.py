@@ -159,6 +159,29 @@ def test_a_rank_that_cannot_go_back_keeps_nobody_waiting(pair: Run) -> None:
     assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
 
 
+def test_ranks_that_all_come_begin(pair: Run) -> None:
+    for _ in range(2):
+        assert pair({"comes": [True, True], "seconds": 60}) == [{"error": "", "fix": ""}] * 2
+    assert pair({"budget": [300_000, 300_000]})[0]["finalized"], "the ranks are out of step"
+
+
+@pytest.mark.parametrize("comes", [[True, True, False], [True, False, False], [False, True, True]])
+def test_ranks_of_a_node_without_kvarena_are_missed_in_time(tmp_path: Path, comes: list[bool]) -> None:
+    """SGLang's group would wait for two hours."""
+    server = Server(3, tmp_path)
+    server.begin({"comes": comes, "seconds": 2})
+    seen = server.seen(sum(comes))
+    for rank, inbox in enumerate(server.inboxes):
+        if not comes[rank]:
+            inbox.put("go on")
+    seen |= server.seen(3 - sum(comes))
+    server.close()
+    missing = ", ".join(str(rank) for rank, came in enumerate(comes) if not came)
+    for rank, came in enumerate(comes):
+        assert (f"Of 3 ranks, {missing} did not begin" in seen[rank]["error"]) == came
+        assert ("KVARENA_ENABLE=1" in seen[rank]["fix"]) == came
+
+
 def test_one_of_four_hangs_and_the_others_wait_as_long_as_their_group_does_and_not_twice(
     four: Server,
 ) -> None:

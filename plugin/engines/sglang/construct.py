@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
+from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import announce_reserved
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.targets import Layer
@@ -71,6 +72,7 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     if not wanted:
         original(self, **kwargs)
         return
+    Ranks.of_sglang().roll_call()
     device = kwargs["device"]
     stock = kwargs | {"device": "meta"}
     if hardened:

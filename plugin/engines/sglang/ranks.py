@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, NamedTuple, final
 
 from kvarena.errors import KvArenaError
 from kvarena.pool.sizing import RanksDisagreeError
 
-__all__ = ["Ranks", "Report", "raise_if_failed"]
+__all__ = ["ROLL_CALL_TIMEOUT", "Ranks", "Report", "raise_if_failed"]
+
+#: How long ranks wait for each other before they build their pools; they come from a collective of SGLang's
+#: own, so that those that come at all are close together.
+ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=120)
 
 
 class Report(NamedTuple):
@@ -60,6 +65,37 @@ class Ranks:
 
         return dist.get_world_size(self._group)
 
+    def roll_call(self) -> None:
+        """Make sure that all ranks size their pools after capture, and not only those of some nodes.
+
+        A node without ``KVARENA_ENABLE``, or on which kvarena does as stock does, would never come to an
+        exchange. The others would wait there, or in SGLang's own reduction before it, for the group's
+        timeout, which SGLang sets to two hours.
+
+        Raises
+        ------
+        KvArenaError
+            Ranks did not come within `ROLL_CALL_TIMEOUT`.
+        """
+        if self._group is None:
+            return
+        import torch.distributed as dist
+
+        # Not a collective: those of gloo wait for the group's timeout, whatever a caller has set.
+        store = self._group.get_group_store()
+        keys = [f"kvarena/{rank}" for rank in range(self.count)]
+        store.set(keys[dist.get_rank(self._group)], "here")
+        try:
+            store.wait(keys, ROLL_CALL_TIMEOUT)
+        except RuntimeError as error:
+            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not _has(store, key))
+            raise KvArenaError(
+                f"Of {self.count} ranks, {missing or 'some'} did not begin to size their pools after capture "
+                f"within {ROLL_CALL_TIMEOUT.total_seconds():g} s ({error}).",
+                fix="Set KVARENA_ENABLE=1 and the same other KVARENA_* variables on every node, or on none. "
+                "Where they are set, the node's log says why kvarena does as stock does there.",
+            ) from error
+
     def exchange(self, mine: Report) -> list[Report]:
         """Every rank's report, in the order of ranks.
 
@@ -92,3 +128,10 @@ def raise_if_failed(reports: list[Report], stage: str) -> None:
     }
     if failures:
         raise RanksDisagreeError(failures, len(reports))
+
+
+def _has(store: Any, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:  # the process that keeps it, rank 0's, has ended
+        return False
