@@ -34,9 +34,11 @@ def serve(rank: int, count: int, init: str, inbox: Any, outbox: Any) -> None:
 
 def come(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str, Any]:
     """The roll call of the ranks that come; the others are those of a node without kvarena."""
+    import torch.distributed as dist
     from kvarena.errors import KvArenaError
     from kvarena.plugin.engines.sglang import ranks
 
+    dist.barrier(group)  # as SGLang's own reduction: those that come are close together
     if not scenario["comes"][rank]:
         inbox.get()
         return {"error": "", "fix": ""}

@@ -169,7 +169,7 @@ def test_ranks_that_all_come_begin(pair: Run) -> None:
 def test_ranks_of_a_node_without_kvarena_are_missed_in_time(tmp_path: Path, comes: list[bool]) -> None:
     """SGLang's group would wait for two hours."""
     server = Server(3, tmp_path)
-    server.begin({"comes": comes, "seconds": 2})
+    server.begin({"comes": comes, "seconds": 4})
     seen = server.seen(sum(comes))
     for rank, inbox in enumerate(server.inboxes):
         if not comes[rank]:

@@ -29,18 +29,19 @@ def main() -> None:
         from sglang.srt.distributed.parallel_state import init_distributed_environment
 
         rig = Rig(Release(sys.argv[1]), patch)  # publishes a configuration, which forgets groups
-        ranks.ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=3)
         missed, alone = os.pipe()
         second = os.fork()
         rank = int(second == 0)
         init_distributed_environment(2, rank, "env://", rank, "gloo")
         answers = []
         if rank == 1:
+            ranks.ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=3)
             answers.append(build(rig))
             os.write(alone, b"!")
         else:
             os.close(alone)
             os.read(missed, 1)
+        ranks.ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=60)
         answers.append(build(rig))
         rig.close()
         (Path(sys.argv[2]) / f"{rank}.json").write_text(json.dumps(answers))
