@@ -133,6 +133,14 @@ class Side:
         """And after."""
         self.manager.register_buffer_to_engine()
 
+    def let_go(self) -> None:
+        """What the path does at the start of a resize."""
+        self.path.kvarena_pool_resizing(pool=self.bound)
+
+    def follow(self) -> None:
+        """And at its end."""
+        self.path.kvarena_pool_finalized(pool=self.bound)
+
     def lose_socket(self) -> None:
         self.path.socket_path.unlink()
 

@@ -13,6 +13,7 @@ import pytest
 from kvarena.plugin.engines.sglang import same_host
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.same_host_card import path_of
+from kvarena.plugin.engines.sglang.same_host_route import Route
 from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import HostVmm
 from kvarena.pool.testing import FailingDriver
@@ -62,6 +63,41 @@ def test_a_peer_that_steps_down_and_up_is_attached_anew(own: Any, peer: Any, cap
     assert own.manager._transfer_data(session, [own.block(peer, 5, 3)]) == 0
     assert peer.page(3) == own.page(5)
     assert own.path.ledger.traffic.nbytes == before + PAGE
+    assert warnings_in(caplog) == []
+
+
+def test_a_peer_that_has_only_just_stepped_down_is_no_failure(
+    own: Any, peer: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection ends after that, and a transfer may come in between."""
+    session = peer.told["session"]
+    assert own.manager._transfer_data(session, [own.block(peer, 0, 1)]) == 0
+    monkeypatch.setattr(Route, "_lives", lambda route, reach: True)
+    peer.ask("step_down")
+    assert own.manager._transfer_data(session, [own.block(peer, 0, 2)]) != 0
+    peer.ask("step_up")
+    assert any(own.manager._transfer_data(session, [own.aux_block(peer)]) == 0 for _ in range(3))
+    before = own.path.ledger.traffic.nbytes
+    assert own.manager._transfer_data(session, [own.block(peer, 6, 4)]) == 0
+    assert peer.page(4) == own.page(6)
+    assert own.path.ledger.traffic.nbytes == before + PAGE
+    assert warnings_in(caplog) == []
+
+
+def test_a_peer_that_is_being_resized_is_mooncakes_until_it_has_its_size(
+    own: Any, peer: Any, caplog: Any
+) -> None:
+    session = peer.told["session"]
+    assert own.manager._transfer_data(session, [own.block(peer, 0, 1)]) == 0
+    peer.ask("let_go")
+    before = own.path.ledger.traffic.nbytes, own.mooncake.nbytes
+    for page in (2, 3):  # the first may find its registration gone, the second asks nobody
+        assert own.manager._transfer_data(session, [own.block(peer, page, page)]) == 0
+    assert (own.path.ledger.traffic.nbytes, own.mooncake.nbytes) == (before[0], before[1] + 2 * PAGE)
+    peer.ask("follow")
+    assert own.manager._transfer_data(session, [own.block(peer, 5, 4)]) == 0
+    assert peer.page(2) + peer.page(3) + peer.page(4) == own.page(2) + own.page(3) + own.page(5)
+    assert own.path.ledger.traffic.nbytes == before[0] + PAGE
     assert warnings_in(caplog) == []
 
 

@@ -56,7 +56,7 @@ class PoolFollower(ABC):
     def kvarena_pool_resizing(self, pool: Any) -> None:
         """The arena's memory is about to be replaced."""
         if pool is self.bound:
-            self.ledger.clear()
+            self._let_go()
 
     @hookimpl
     def kvarena_pool_finalized(self, pool: Any) -> None:
@@ -83,6 +83,10 @@ class PoolFollower(ABC):
         began = time.perf_counter()
         self.ledger.move_to([backed], backed=backed, handle_seams=arena.seams)
         return (time.perf_counter() - began) * 1e3
+
+    def _let_go(self) -> None:
+        """Unregister everything."""
+        self.ledger.clear()
 
     def _leave(self) -> None:
         """The ledger is empty: nobody asks after it any more."""

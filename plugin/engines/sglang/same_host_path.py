@@ -142,10 +142,7 @@ class SameHostPath(PoolFollower):
         RegistrationError, QuiesceTimeout
             A copy of ours has not ended: the memory must stay.
         """
-        if self._card is not None:
-            self._card.remove(self._directory)
-            self._card = None
-        self.ledger.clear()
+        self._let_go()
         self._leave()
         self._engine.close()
 
@@ -223,6 +220,13 @@ class SameHostPath(PoolFollower):
         with self._lock:
             # Another thread may have waited for some of them, too.
             self._events = [event for event in self._events if event not in events]
+
+    def _let_go(self) -> None:
+        # First, so that a peer whose copy is refused sees that nothing is wrong here.
+        if self._card is not None:
+            self._card.remove(self._directory)
+            self._card = None
+        super()._let_go()
 
     def _publish(self) -> None:
         milliseconds = self._move()

@@ -13,6 +13,9 @@ from kvarena.transfer.errors import TransferFailed
 
 __all__ = ["Reach", "Route"]
 
+#: Codes of an engine whose peer has unregistered the destination, has gone, or is forgotten already.
+_MOVED = ("EFAULT", "peer", "ENOTCONN")
+
 
 class Reach(NamedTuple):
     """A peer whose arena is mapped here."""
@@ -22,6 +25,8 @@ class Reach(NamedTuple):
     identity: str
     regions: tuple[Region, ...]
     """What may be written there, in the peer's own addresses."""
+    stamp: cards.Stamp
+    """Of the card that says all this."""
 
 
 @final
@@ -29,7 +34,8 @@ class Route:
     """One peer session.
 
     It is attached when it is first written to. An attempt or a copy that fails marks it slow, with one
-    warning; it is tried again when another engine stands behind the session.
+    warning; it is tried again when another engine stands behind the session. That a peer takes its
+    registration back is no failure: its card goes first.
 
     Parameters
     ----------
@@ -66,8 +72,12 @@ class Route:
             return self._attach(stamp)
 
     def failed(self, reach: Reach, error: Exception) -> None:
-        """A copy did not end well: unmap the peer, once what is under way has ended, and leave it."""
+        """A copy did not end well: leave the peer, and unmap it once what is under way has ended."""
         with self._lock:
+            if self._has_moved(reach, error):
+                if self._reach == reach:  # else another thread has followed it already
+                    self._reach = None
+                return
             self._mark_slow(reach.identity, error)
             if self._reach is not None and self._reach.identity != reach.identity:
                 return  # a successor of the same name is attached by now
@@ -76,6 +86,11 @@ class Route:
                 self._engine.disconnect(reach.key)
             except Exception:  # noqa: BLE001 - the request goes on by Mooncake
                 logger.exception("kvarena: session %s could not be let go.", self._session)
+
+    def _has_moved(self, reach: Reach, error: Exception) -> bool:
+        """Whether the peer let go of what `reach` says, and we heard of it too late."""
+        heard = isinstance(error, TransferFailed) and error.code in _MOVED
+        return heard and cards.stamp_of(self._directory, self._session) != reach.stamp
 
     def _attach(self, stamp: cards.Stamp) -> Reach | None:
         self._stamp, self._reach = stamp, None
@@ -87,11 +102,12 @@ class Route:
         except Exception as error:  # noqa: BLE001 - whatever it is, SGLang's thread must go on by Mooncake
             self._mark_slow(card.identity, error)
             return None
-        self._reach = Reach(key, card.identity, tuple(Region(*region) for region in card.regions))
+        regions = tuple(Region(*region) for region in card.regions)
+        self._reach = Reach(key, card.identity, regions, stamp)
         logger.info(
             "kvarena: session %s is on this host: its %d registered bytes are written through mapped memory.",
             self._session,
-            sum(region.nbytes for region in self._reach.regions),
+            sum(region.nbytes for region in regions),
         )
         return self._reach
 
