@@ -121,8 +121,11 @@ def attach(
         ) from error
     try:
         while peer.epoch < field(welcome.body, "epoch", int):
-            # For all of it: packets that lead nowhere could go on for ever.
-            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+            # For all of it: packets that lead nowhere could go on for ever, however fast they come.
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _unreachable(description, f"timed out: it did not export its memory in {timeout:g} s")
+            sock.settimeout(left)
             peer.handle(_next(sock, description))
     except WireError as error:
         peer.close(str(error))

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import LeaseError, PageError, Region, TransferFailed
+from kvarena.transfer import _same_host_attach as attach_module
 from kvarena.transfer import _same_host_channel as channel_module
 from kvarena.transfer import _same_host_path as path_module
 from kvarena.transfer import _same_host_server as server_module
@@ -222,14 +223,11 @@ def test_a_full_queue_is_waited_for(directory: Path, monkeypatch: pytest.MonkeyP
         assert stack.enter_context(dial(path, 30)).getpeername() == str(path)
 
 
-def test_packets_that_lead_nowhere_do_not_keep_a_sender_for_ever(
-    directory: Path, request: pytest.FixtureRequest
-) -> None:
-    directory.mkdir(mode=0o700)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    request.addfinalizer(listener.close)
-    listener.bind(str(directory / "false.sock"))
-    listener.listen()
+@contextlib.contextmanager
+def false_peer(directory: Path, talk: Callable[[socket.socket], object]) -> Iterator[bytes]:
+    """The description of a peer that says who it is, but exports nothing: after that it talks."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = str(directory / "false.sock")
 
     def serve() -> None:
         sock, _ = listener.accept()
@@ -240,23 +238,64 @@ def test_packets_that_lead_nowhere_do_not_keep_a_sender_for_ever(
             about |= {"base": 1 << 40, "reserved_bytes": MIB}
             wire.transmit(sock, wire.encode(wire.Kind.WELCOME, about), [fd])
             os.close(fd)
-            while True:
-                wire.transmit(sock, wire.encode(wire.Kind.REVOKE, {"request": "r", "serial": 1}))
-                wire.receive(sock)
+            talk(sock)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    said = json.dumps(
-        {"format": "kvarena-same-host", "version": wire.VERSION, "path": str(directory / "false.sock")}
-        | {"name": "false", "identity": "id", "epoch": 1}
-    )
-    with Arena(HostVmm(), MIB) as arena:
-        arena.back(MIB)
-        engine = SameHostEngine(arena, name="a", directory=directory, connect_timeout=0.2)
-        with engine, pytest.raises(PeerRefused, match="timed out"):
-            engine.connect(said.encode())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        about = {"format": "kvarena-same-host", "version": wire.VERSION, "path": path}
+        yield json.dumps(about | {"name": "false", "identity": "id", "epoch": 1}).encode()
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def impatient(directory: Path) -> Iterator[SameHostEngine]:
+    """An engine that waits for a peer for 0.2 s."""
+    with Arena(HostVmm(), MIB) as arena:
+        arena.back(MIB)
+        with SameHostEngine(arena, name="a", directory=directory, connect_timeout=0.2) as engine:
+            yield engine
+
+
+REVOKE = wire.encode(wire.Kind.REVOKE, {"request": "r", "serial": 1})
+
+
+def test_packets_that_lead_nowhere_do_not_keep_a_sender_for_ever(
+    impatient: SameHostEngine, directory: Path
+) -> None:
+    def talk(sock: socket.socket) -> None:
+        while True:
+            wire.transmit(sock, REVOKE)
+            wire.receive(sock)
+
+    with false_peer(directory, talk) as description, pytest.raises(PeerRefused, match="timed out"):
+        impatient.connect(description)
+
+
+def test_a_packet_that_is_there_already_is_not_read_when_time_is_up(
+    impatient: SameHostEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is always quick enough once kept a sender for as long as it liked."""
+    sent, heard, receive = threading.Event(), [], attach_module.receive
+
+    def talk(sock: socket.socket) -> None:
+        wire.transmit(sock, REVOKE)
+        sent.set()
+        while (packet := wire.receive(sock)) is not None:
+            heard.append(packet.kind)
+
+    def receive_late(sock: socket.socket) -> wire.Packet | None:
+        assert sent.wait(20)
+        monkeypatch.setattr(attach_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1))
+        return receive(sock)
+
+    monkeypatch.setattr(attach_module, "receive", receive_late)
+    with false_peer(directory, talk) as description, pytest.raises(PeerRefused, match="timed out"):
+        impatient.connect(description)
+    assert heard == [wire.Kind.HELLO]
 
 
 @pytest.mark.parametrize("code", [errno.ETOOMANYREFS, errno.EMFILE])
