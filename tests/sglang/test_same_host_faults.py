@@ -50,9 +50,15 @@ def test_what_makes_no_sense_gets_stocks_answer(own: Any, peer: Any, columns: An
     assert own.engine.batch_transfer_sync(session, *map(list, zip(own.block(peer, 0, 1)))) == 0
 
 
-def test_a_peer_that_steps_down_and_up_is_attached_anew(own: Any, peer: Any, caplog: Any) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_peer_that_steps_down_and_up_is_attached_anew(
+    own: Any, peer: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Late: its connection ends after it has unregistered, and a transfer comes in between."""
     session = peer.told["session"]
     assert own.manager._transfer_data(session, [own.block(peer, 0, 1)]) == 0
+    if late:
+        monkeypatch.setattr(Route, "_lives", lambda route, reach: True)
     peer.ask("step_down")
     # Neither way leads there now.
     assert own.manager._transfer_data(session, [own.block(peer, 0, 2)]) != 0
@@ -62,24 +68,6 @@ def test_a_peer_that_steps_down_and_up_is_attached_anew(own: Any, peer: Any, cap
     before = own.path.ledger.traffic.nbytes
     assert own.manager._transfer_data(session, [own.block(peer, 5, 3)]) == 0
     assert peer.page(3) == own.page(5)
-    assert own.path.ledger.traffic.nbytes == before + PAGE
-    assert warnings_in(caplog) == []
-
-
-def test_a_peer_that_has_only_just_stepped_down_is_no_failure(
-    own: Any, peer: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connection ends after that, and a transfer may come in between."""
-    session = peer.told["session"]
-    assert own.manager._transfer_data(session, [own.block(peer, 0, 1)]) == 0
-    monkeypatch.setattr(Route, "_lives", lambda route, reach: True)
-    peer.ask("step_down")
-    assert own.manager._transfer_data(session, [own.block(peer, 0, 2)]) != 0
-    peer.ask("step_up")
-    assert any(own.manager._transfer_data(session, [own.aux_block(peer)]) == 0 for _ in range(3))
-    before = own.path.ledger.traffic.nbytes
-    assert own.manager._transfer_data(session, [own.block(peer, 6, 4)]) == 0
-    assert peer.page(4) == own.page(6)
     assert own.path.ledger.traffic.nbytes == before + PAGE
     assert warnings_in(caplog) == []
 
