@@ -243,7 +243,7 @@ def false_peer(directory: Path, talk: Callable[[socket.socket], object]) -> Iter
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         about = {"format": "kvarena-same-host", "version": wire.VERSION, "path": path}
         yield json.dumps(about | {"name": "false", "identity": "id", "epoch": 1}).encode()
@@ -282,6 +282,10 @@ def test_a_packet_that_is_there_already_is_not_read_when_time_is_up(
     sent, heard, receive = threading.Event(), [], attach_module.receive
 
     def talk(sock: socket.socket) -> None:
+        # First: who closes with this packet unread resets the connection, and what it sent may be lost.
+        hello = wire.receive(sock)
+        assert hello is not None
+        heard.append(hello.kind)
         wire.transmit(sock, REVOKE)
         sent.set()
         while (packet := wire.receive(sock)) is not None:
