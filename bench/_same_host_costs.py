@@ -13,13 +13,13 @@ from typing import Any
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _same_host_common import KIB, MIB, BenchLease, make_arena
-from kvarena.transfer._same_host_incoming import IncomingTable, Source
-from kvarena.transfer._same_host_leases import LeasedPart, SentLeases, lease_digest
-from kvarena.transfer._same_host_pending import SameHostPending
-from kvarena.transfer._same_host_ring import Ring
-from kvarena.transfer.pages import page_ids
+from kvarena.transfer.pages.plan import page_ids
 from kvarena.transfer.protocol import Region
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.engine import SameHostEngine
+from kvarena.transfer.same_host.incoming import IncomingTable, Source
+from kvarena.transfer.same_host.pending import SameHostPending
+from kvarena.transfer.same_host.ring import Ring
+from kvarena.transfer.same_host.sent_leases import LeasedPart, SentLeases, lease_digest
 
 COSTS: list[tuple[str, float]] = []
 PAGE = 16 * KIB

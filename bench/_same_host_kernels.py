@@ -22,8 +22,8 @@ from _same_host_common import (
     row,
     synchronize,
 )
-from kvarena.transfer._copy_cuda import CudaCopier
-from kvarena.transfer._copy_kernel import Tuning
+from kvarena.transfer.same_host.copy.cuda import CudaCopier
+from kvarena.transfer.same_host.copy.kernel import Tuning
 
 TUNINGS = [
     Tuning(16 * KIB, 4),

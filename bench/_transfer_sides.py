@@ -10,7 +10,7 @@ import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _same_host_common import make_arena, synchronize
 from kvarena.transfer import MooncakeEngine, NixlEngine, PageCopies, Region, TransferEngine
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import HostMemory
 
 Calls = dict[str, Callable[[], None]]

@@ -45,9 +45,9 @@ from _same_host_common import (
 )
 from _same_host_costs import COSTS, costs
 from kvarena.pool import Arena
-from kvarena.transfer._same_host_direction import Direction
 from kvarena.transfer.protocol import Region
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.direction import Direction
+from kvarena.transfer.same_host.engine import SameHostEngine
 
 WAYS = ("admitted", "first seen", "shuffled", "after 1 ms of rest")
 WARM = 3

@@ -102,13 +102,13 @@ class DefaultEngines:
 
 
 def _mooncake(config: TransferConfig) -> TransferEngine:
-    from kvarena.transfer.mooncake import MooncakeEngine
+    from kvarena.transfer.mooncake.engine import MooncakeEngine
 
     return MooncakeEngine(config.hostname, timeout=config.timeout_s)
 
 
 def _nixl(config: TransferConfig) -> TransferEngine:
-    from kvarena.transfer.nixl import NixlEngine
+    from kvarena.transfer.nixl.engine import NixlEngine
 
     device = _arena(config).driver.device
     if device.type != "cuda":
@@ -120,7 +120,7 @@ def _nixl(config: TransferConfig) -> TransferEngine:
 
 
 def _same_host(config: TransferConfig) -> TransferEngine:
-    from kvarena.transfer.same_host import SameHostEngine
+    from kvarena.transfer.same_host.engine import SameHostEngine
 
     directory = None if config.socket_dir is None else Path(config.socket_dir)
     return SameHostEngine(

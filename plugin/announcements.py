@@ -11,8 +11,8 @@ from kvarena.plugin.closing import raise_first
 
 if TYPE_CHECKING:
     from kvarena.hooks import HookManager
-    from kvarena.plugin.status.reporter import StatusReporter
-    from kvarena.plugin.timeline import Timeline
+    from kvarena.plugin.observe.status.reporter import StatusReporter
+    from kvarena.plugin.observe.timeline import Timeline
     from kvarena.pool import PostCaptureKVResize, UnifiedKVPool
     from kvarena.pool.transaction import Transaction
     from kvarena.transfer import RegistrationLedger

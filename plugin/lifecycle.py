@@ -13,14 +13,14 @@ from kvarena.plugin.announcements import Announcements, size_of
 from kvarena.plugin.closing import failures_of, raise_first
 from kvarena.plugin.composition import collect_refusals, make_engines, make_manager
 from kvarena.plugin.config import ConfigError, Settings
-from kvarena.plugin.status.reporter import StatusReporter
-from kvarena.plugin.timeline import Timeline
+from kvarena.plugin.observe.status.reporter import StatusReporter
+from kvarena.plugin.observe.timeline import Timeline
 from kvarena.pool.transaction import Transaction
 
 if TYPE_CHECKING:
     import torch
     from kvarena.hooks.ledgers import LedgerKeeper
-    from kvarena.plugin.metrics import MetricsServer
+    from kvarena.plugin.observe.metrics import MetricsServer
     from kvarena.plugin.resizing import ElasticAllocator, ResizableAllocator
     from kvarena.pool import (
         Driver,
@@ -81,7 +81,7 @@ class PoolLifecycle:
         self._announce = Announcements(self.manager, self.timeline, self.reporter, lambda: self.ledgers)
         self._metrics: MetricsServer | None = None
         if settings.metrics_port is not None:
-            from kvarena.plugin.metrics import serve_metrics
+            from kvarena.plugin.observe.metrics import serve_metrics
 
             self._metrics = serve_metrics(self.reporter, settings.metrics_port, settings.metrics_host)
 

@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages take for granted: a model's configuration, the settings file."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "short.txt").write_text("One page moved is worth two that were computed again.\n" * 4)
-    config = ROOT / "tests" / "plugin" / "planning" / "data" / "configs" / "gpt-oss-20b.json"
+    config = ROOT / "tests" / "plugin" / "commands" / "plan" / "data" / "configs" / "gpt-oss-20b.json"
     (folder / "config.json").write_bytes(config.read_bytes())
     for block in blocks(ROOT / "docs" / "operator.md"):
         if block.text.startswith("# kvarena.toml"):
@@ -94,7 +94,7 @@ def ended(background: dict[str, subprocess.Popen[str]]) -> Callable[[str], tuple
 @pytest.fixture
 def kvarena(place: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a ``kvarena`` command in this process; its exit status and all that it printed."""
-    from kvarena.plugin.cli import main
+    from kvarena.plugin.commands.cli import main
 
     monkeypatch.chdir(place)
     monkeypatch.setenv("KVARENA_SOCKET_DIR", str(place / "sockets"))

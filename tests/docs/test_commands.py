@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT, Command, commands
-from kvarena.plugin.cli import COMMANDS
+from kvarena.plugin.commands.cli import COMMANDS
 from kvarena.plugin.config import PREFIX, load_settings
 
 #: Commands that are not run here, by a pattern, and why.
@@ -33,7 +33,7 @@ NOT_RUN = {
     r"python bench/": "measures for minutes",
 }
 #: Pages whose commands another test runs.
-ELSEWHERE = {"docs/plan.md": "tests/plugin/planning/test_command.py"}
+ELSEWHERE = {"docs/plan.md": "tests/plugin/commands/plan/test_command.py"}
 
 #: The environment that lines for other programs set.
 OTHERS = ("MC_", "SGLANG_", "MOONCAKE_", "UCX_", "CUDA_", "PYTHONPATH")
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="kvarena")
     subparsers = top.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
-        importlib.import_module(f"kvarena.plugin.{name}").add_parser(subparsers)
+        importlib.import_module(f"kvarena.plugin.commands.{name}").add_parser(subparsers)
     return top
 
 
@@ -140,7 +140,7 @@ def test_a_command_does_what_the_page_says(
 
 def _watched(arguments: list[str], place: Path) -> str:
     """Until the second picture, then Ctrl-C."""
-    code = "import sys; from kvarena.plugin.cli import main; sys.exit(main())"
+    code = "import sys; from kvarena.plugin.commands.cli import main; sys.exit(main())"
     with subprocess.Popen(
         [sys.executable, "-u", "-c", code, *arguments], cwd=place, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -15,8 +15,8 @@ export PYTHONPATH=/tmp/site:.types PYTHONUNBUFFERED=1 MC_LOG_LEVEL=ERROR
 PYTHON=${PYTHON:-python3}
 PYTEST="$PYTHON -m pytest -q"
 # Where kvarena is not installed, nothing tells pytest of its fixtures.
-$PYTHON -c "import importlib.metadata as m; m.distribution('kvarena')" 2>/dev/null || PYTEST="$PYTEST -p kvarena.transfer.pytest_plugin"
-KVARENA="$PYTHON -m kvarena.plugin.cli"
+$PYTHON -c "import importlib.metadata as m; m.distribution('kvarena')" 2>/dev/null || PYTEST="$PYTEST -p kvarena.transfer.testing.pytest_plugin"
+KVARENA="$PYTHON -m kvarena.plugin.commands.cli"
 failed=0
 step() { # NAME SECONDS COMMAND...
     local name=$1 limit=$2; shift 2

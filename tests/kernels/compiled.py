@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import triton
-from kvarena.transfer import _copy_kernel as kernels
+from kvarena.transfer.same_host.copy import kernel as kernels
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 PAGES = {"small": 16 << 10, "middle": 64 << 10, "large": 128 << 10}

@@ -15,8 +15,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from kvarena.transfer import _copy_kernel as kernels
-from kvarena.transfer._copy_cuda import _cut
+from kvarena.transfer.same_host.copy import kernel as kernels
+from kvarena.transfer.same_host.copy.cuda import _cut
 
 PLACES, MOVED = 12, 5
 POISON = -77

@@ -104,8 +104,8 @@ def peers(same_host_side: Any, sockets: Path) -> Iterator[list[Any]]:
 @pytest.fixture(scope="session")
 def sides(peers: list[Any], same_host_side: Any, request: pytest.FixtureRequest) -> Any:
     """The same module, when this process is hooked as `attach` does it where the setting is given."""
-    from kvarena.plugin.engines.sglang import same_host
-    from kvarena.plugin.engines.sglang.shapes import resolve
+    from kvarena.plugin.engines.sglang.families.shapes import resolve
+    from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
 
     registry = request.getfixturevalue("sglang").registry
     same_host.register_hooks(registry, resolve("sglang.srt.plugins.hook_registry.HookType").AROUND)
@@ -116,7 +116,7 @@ def sides(peers: list[Any], same_host_side: Any, request: pytest.FixtureRequest)
 @pytest.fixture(scope="session")
 def shared_engine(sides: Any) -> Any:
     """SGLang's wrapper of a Mooncake engine, which takes a second to go."""
-    from kvarena.plugin.engines.sglang.shapes import resolve
+    from kvarena.plugin.engines.sglang.families.shapes import resolve
 
     return resolve(sides.WRAPPER)("127.0.0.1")
 

@@ -55,7 +55,7 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     import torch.distributed as dist
     from kvarena.errors import KvArenaError
     from kvarena.plugin.engines.sglang.bound import BoundPool
-    from kvarena.plugin.engines.sglang.family_0_5_22 import FAMILY
+    from kvarena.plugin.engines.sglang.families.v0_5_22 import FAMILY
     from kvarena.plugin.engines.sglang.ranks import Ranks
     from kvarena.plugin.engines.sglang.runtime import runtime
     from kvarena.plugin.engines.sglang.session import ResizeSession

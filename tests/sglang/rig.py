@@ -12,9 +12,9 @@ import torch
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import construct
 from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
+from kvarena.plugin.engines.sglang.families.shapes import resolve
+from kvarena.plugin.engines.sglang.families.targets import Family, Layer
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import resolve
-from kvarena.plugin.engines.sglang.targets import Family, Layer
 
 FULL_LAYERS, SWA_LAYERS, HEADS, HEAD_DIM = 2, 3, 2, 8
 ITEM = 2  # bytes of a bfloat16

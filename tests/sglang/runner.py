@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvarena.plugin.engines.sglang.shapes import resolve
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 
 _RUNTIME = "sglang.srt.model_executor.model_runner_components.kv_pool_runtime"
 

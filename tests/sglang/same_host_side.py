@@ -29,7 +29,7 @@ class Side:
     """A finalized pool, a KV manager of the release, and a real Mooncake engine over TCP."""
 
     def __init__(self, rig: Any, *, role: str = "prefill", finalize: bool = True, engine: Any = None) -> None:
-        from kvarena.plugin.engines.sglang.shapes import resolve
+        from kvarena.plugin.engines.sglang.families.shapes import resolve
 
         self.rig = rig
         self.bundle = rig.reserved(8192, 4096)
@@ -58,7 +58,7 @@ class Side:
 
     @property
     def path(self) -> Any:
-        from kvarena.plugin.engines.sglang.same_host import path_of
+        from kvarena.plugin.engines.sglang.same_host.engine_hooks import path_of
 
         return path_of(self.engine)
 
@@ -97,9 +97,9 @@ class Side:
     # What follows is called from the other process, too: it takes and gives plain values.
 
     def tell(self) -> dict[str, Any]:
-        from kvarena.plugin.engines.sglang import same_host
         from kvarena.plugin.engines.sglang.attach import handlers_of
-        from kvarena.plugin.engines.sglang.shapes import resolve
+        from kvarena.plugin.engines.sglang.families.shapes import resolve
+        from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
 
         return {
             "session": self.session,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from kvarena.plugin.engines.sglang import attach, families, register
+from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
+from kvarena.plugin.engines.sglang.families.targets import Kind, Layer
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import differences, resolve
-from kvarena.plugin.engines.sglang.targets import Kind, Layer
 
 pytestmark = pytest.mark.sglang
 

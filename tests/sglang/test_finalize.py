@@ -12,9 +12,9 @@ import pytest
 import torch
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import HostVmm, OutOfMemoryError
 from kvarena.pool.errors import PoolStateError
 from kvarena.pool.sizing import RanksDisagreeError

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import planner
+from kvarena.plugin.engines.sglang.families.shapes import resolve
+from kvarena.plugin.engines.sglang.families.targets import Layer
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import resolve
-from kvarena.plugin.engines.sglang.targets import Layer
 from kvarena.pool import Refusal
 
 pytestmark = pytest.mark.sglang

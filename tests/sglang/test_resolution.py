@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import resolution
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import resolve
 from kvarena.pool import Refusal
 
 # What SGLang and transformers warn about is not ours to judge.

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from kvarena.plugin.engines.sglang import same_host
-from kvarena.plugin.engines.sglang.same_host_card import Card, path_of
-from kvarena.plugin.engines.sglang.shapes import resolve
+from kvarena.plugin.engines.sglang.families.shapes import resolve
+from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
+from kvarena.plugin.engines.sglang.same_host.card import Card, path_of
 from kvarena.pool.testing import no_leaks
 from kvarena.transfer import Region
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from kvarena.plugin.engines.sglang.same_host_card import (
+from kvarena.plugin.engines.sglang.same_host.card import (
     Card,
     is_this_host,
     name_of,

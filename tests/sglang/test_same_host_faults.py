@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvarena.plugin.engines.sglang import same_host
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.same_host_card import path_of
-from kvarena.plugin.engines.sglang.same_host_route import Route
-from kvarena.plugin.engines.sglang.shapes import resolve
+from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
+from kvarena.plugin.engines.sglang.same_host.card import path_of
+from kvarena.plugin.engines.sglang.same_host.route import Route
 from kvarena.pool import HostVmm
 from kvarena.pool.testing import FailingDriver
 from kvarena.transfer import TransferFailed, TransferTimeout

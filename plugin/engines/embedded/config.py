@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from kvarena.errors import KvArenaError
-from kvarena.plugin import options
+from kvarena.plugin.commands import options
 
 if TYPE_CHECKING:
     from kvarena.plugin.config import Settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from kvarena.plugin.engines.embedded.requests import Request, Result
-from kvarena.plugin.status.model import ArenaHistory
+from kvarena.plugin.observe.status.model import ArenaHistory
 
 __all__ = [
     "Abort",

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvarena.plugin.engines.sglang import families
+from kvarena.plugin.engines.sglang.families.shapes import missing, resolve
+from kvarena.plugin.engines.sglang.families.targets import Family, Kind, Layer, Target
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import missing, resolve
-from kvarena.plugin.engines.sglang.targets import Family, Kind, Layer, Target
 
 __all__ = [
     "ENTRY_POINT",
@@ -165,7 +165,7 @@ def _register(family: Family, layer: Layer) -> None:
         elif not any(hook is handler for _, hook, _ in registry._hooks.get(target.path, ())):
             registry.register(target.path, handler, around)
     if layer is not Layer.TRUTHFUL and runtime.settings is not None and runtime.settings.same_host:
-        from kvarena.plugin.engines.sglang.same_host import register_hooks
+        from kvarena.plugin.engines.sglang.same_host.engine_hooks import register_hooks
 
         register_hooks(registry, around)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from kvarena.plugin.engines.sglang.bound import BoundPool
-from kvarena.plugin.engines.sglang.targets import Family, SizeRule
+from kvarena.plugin.engines.sglang.families.targets import Family, SizeRule
 from kvarena.pool.errors import AllocatorError, PoolStateError
 
 __all__ = ["Saved", "check_resizable", "take_capacity"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
+from kvarena.plugin.engines.sglang.families.targets import Layer
 from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import announce_reserved
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.targets import Layer
 from kvarena.pool import Arena
 
 __all__ = [

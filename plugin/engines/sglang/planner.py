@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvarena.errors import KvArenaError
-from kvarena.plugin.engines.sglang.families import is_experimental
+from kvarena.plugin.engines.sglang.families.choice import is_experimental
+from kvarena.plugin.engines.sglang.families.targets import Layer
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
 from kvarena.plugin.engines.sglang.resolution import current_resolution
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.targets import Layer
 from kvarena.pool import Refusal
 
 __all__ = ["plan", "refusals_of"]
@@ -155,7 +155,7 @@ def _unified_hidden(hide: bool) -> Iterator[None]:
     if not hide:
         yield
         return
-    from kvarena.plugin.engines.sglang.shapes import resolve
+    from kvarena.plugin.engines.sglang.families.shapes import resolve
 
     try:
         overrides = resolve(_OVERRIDES)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 from kvarena.plugin.closing import failures_of
-from kvarena.plugin.engines.sglang import same_host
 from kvarena.plugin.engines.sglang.bound import BoundPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.follower import PoolFollower, tell
 from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
 from kvarena.pool.transaction import add_note
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.status.reporter import StatusReporter
-from kvarena.plugin.status.usage import PageUsage
-from kvarena.plugin.timeline import Timeline
+from kvarena.plugin.observe.status.reporter import StatusReporter
+from kvarena.plugin.observe.status.usage import PageUsage
+from kvarena.plugin.observe.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvarena.plugin.engines.sglang.bound import BoundPool
@@ -40,7 +40,7 @@ class PoolReport:
         )
         self._metrics: Any = None
         if settings.metrics_port is not None:
-            from kvarena.plugin.metrics import serve_metrics
+            from kvarena.plugin.observe.metrics import serve_metrics
 
             # Every scheduler of a host has the same settings, and a GPU of its own.
             port = settings.metrics_port and settings.metrics_port + gpu_index(bound)

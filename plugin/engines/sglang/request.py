@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvarena.plugin.engines.sglang.shapes import resolve
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.pool import Refusal, SizingRequest
 
 __all__ = ["ENVIRONMENT", "config_view", "model_config_of", "own_refusals", "request_from"]

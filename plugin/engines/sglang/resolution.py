@@ -8,8 +8,8 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, final
 
+from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.shapes import resolve
 
 __all__ = ["Resolution", "current_resolution", "resolve_arguments"]
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from kvarena.hooks import HookManager
     from kvarena.plugin.config import Settings
     from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.families.targets import Family, Layer
     from kvarena.plugin.engines.sglang.session import ResizeSession
-    from kvarena.plugin.engines.sglang.targets import Family, Layer
 
 __all__ = ["Runtime", "current_session", "runtime"]
 

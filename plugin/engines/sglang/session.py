@@ -11,10 +11,10 @@ from typing import Any, final
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest
 from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.families.targets import Family
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
 from kvarena.plugin.engines.sglang.report import announce_finalized
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.targets import Family
 from kvarena.pool import OutOfMemoryError, PostCaptureKVResize
 from kvarena.pool.errors import PoolStateError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvarena.plugin.cli import main
+from kvarena.plugin.commands.cli import main
 
 pytestmark = [
     pytest.mark.gpu,

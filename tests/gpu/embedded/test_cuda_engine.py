@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from kvarena.plugin.cli import main
+from kvarena.plugin.commands.cli import main
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.decode import DecodeServer
 from kvarena.plugin.engines.embedded.engine import Engine

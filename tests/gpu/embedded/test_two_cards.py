@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from kvarena.plugin.cli import main
+from kvarena.plugin.commands.cli import main
 from kvarena.transfer import EngineUnavailable
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def _needs(transfer: str) -> None:
 
             MooncakeEngine("127.0.0.1").close()
         elif transfer == "nixl":
-            from kvarena.transfer.nixl_install import load_nixl
+            from kvarena.transfer.nixl.install import load_nixl
 
             load_nixl()
     except EngineUnavailable as error:

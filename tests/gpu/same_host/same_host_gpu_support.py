@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from kvarena.pool import Arena, CudaVmm
 from kvarena.transfer import Lease, Region
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import EngineHost
 
 

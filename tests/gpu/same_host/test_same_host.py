@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from kvarena.transfer.testing import assert_same_bytes
 
 if TYPE_CHECKING:
-    from kvarena.transfer.testing import RemoteHost, assert_same_bytes
+    from kvarena.transfer.testing import RemoteHost
     from same_host_gpu_support import CudaHost
 
 torch = pytest.importorskip("torch")

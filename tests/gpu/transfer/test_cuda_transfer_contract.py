@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 from kvarena.transfer import EngineUnavailable, MooncakeEngine, NixlEngine
-from kvarena.transfer.mooncake_install import installed_variants, load_transfer_engine
-from kvarena.transfer.nixl_install import load_nixl
+from kvarena.transfer.mooncake.install import installed_variants, load_transfer_engine
+from kvarena.transfer.nixl.install import load_nixl
 from kvarena.transfer.testing import Standalone, TransferEngineContract
 
 pytestmark = pytest.mark.gpu

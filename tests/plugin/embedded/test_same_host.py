@@ -10,7 +10,7 @@ from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request, Result
 from kvarena.transfer import LeasedPageEngine, LeaseError, RecordingEngine
-from kvarena.transfer.recording import FinishedTransfer
+from kvarena.transfer.testing.recording import FinishedTransfer
 
 if TYPE_CHECKING:
     from conftest import Pair  # type: ignore[import-not-found]

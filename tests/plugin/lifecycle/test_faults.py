@@ -23,7 +23,7 @@ from kvarena.pool import (
 from kvarena.pool.testing import FailingDriver, no_leaks
 from kvarena.transfer import RecordingEngine, Region, RegistrationError
 from kvarena.transfer.protocol import Capabilities
-from kvarena.transfer.regions import overlapping
+from kvarena.transfer.registration.regions import overlapping
 
 MIB = 1 << 20
 LIMIT = 16 * MIB

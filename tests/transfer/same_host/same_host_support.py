@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import Lease, Region
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import EngineHost
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvarena.transfer import TransferFailed
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import PeerProcess, RemoteHost, assert_same_bytes, leftovers
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
 

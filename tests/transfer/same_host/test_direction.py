@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import pytest
 from kvarena.transfer import HandleImportError, LeaseError, TransferFailed
-from kvarena.transfer._copy_host import HostCopier
-from kvarena.transfer._same_host_direction import Asked, choose_direction
+from kvarena.transfer.same_host.copy.host import HostCopier
+from kvarena.transfer.same_host.direction import Asked, choose_direction
 from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
 

@@ -20,18 +20,18 @@ import numpy as np
 import pytest
 from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import LeaseError, PageError, Region, TransferFailed
-from kvarena.transfer import _same_host_attach as attach_module
-from kvarena.transfer import _same_host_channel as channel_module
-from kvarena.transfer import _same_host_path as path_module
-from kvarena.transfer import _same_host_server as server_module
-from kvarena.transfer import _same_host_wire as wire
-from kvarena.transfer._same_host_errors import PeerRefused, WireError
-from kvarena.transfer._same_host_incoming import IncomingTable, Source
-from kvarena.transfer._same_host_intervals import Intervals
-from kvarena.transfer._same_host_leases import lease_digest
-from kvarena.transfer._same_host_path import dial
-from kvarena.transfer._same_host_ring import Ring
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host import attach as attach_module
+from kvarena.transfer.same_host import channel as channel_module
+from kvarena.transfer.same_host import server as server_module
+from kvarena.transfer.same_host import socket_path as path_module
+from kvarena.transfer.same_host import wire
+from kvarena.transfer.same_host.engine import SameHostEngine
+from kvarena.transfer.same_host.errors import PeerRefused, WireError
+from kvarena.transfer.same_host.incoming import IncomingTable, Source
+from kvarena.transfer.same_host.intervals import Intervals
+from kvarena.transfer.same_host.ring import Ring
+from kvarena.transfer.same_host.sent_leases import lease_digest
+from kvarena.transfer.same_host.socket_path import dial
 from same_host_support import MIB, PAGE, a_lease
 
 TOP = (1 << 63) - 1

@@ -24,10 +24,10 @@ from kvarena.transfer import (
     SubPoolManifest,
     TransferFailed,
 )
-from kvarena.transfer import _same_host_path as path_module
-from kvarena.transfer import _same_host_server as server_module
-from kvarena.transfer import _same_host_wire as wire
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host import server as server_module
+from kvarena.transfer.same_host import socket_path as path_module
+from kvarena.transfer.same_host import wire
+from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, SameHost
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvarena.transfer import TransferFailed
-from kvarena.transfer import _copy_host as host_module
-from kvarena.transfer._same_host_errors import WireError
-from kvarena.transfer._same_host_incoming import IncomingTable, Source
-from kvarena.transfer._same_host_leases import lease_digest
-from kvarena.transfer._same_host_ring import RECORDS, Ring
+from kvarena.transfer.same_host.copy import host as host_module
+from kvarena.transfer.same_host.errors import WireError
+from kvarena.transfer.same_host.incoming import IncomingTable, Source
+from kvarena.transfer.same_host.ring import RECORDS, Ring
+from kvarena.transfer.same_host.sent_leases import lease_digest
 from kvarena.transfer.testing import RemoteHost
 from same_host_support import MIB, PAGE, SameHost, a_lease
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from kvarena.transfer._same_host_channel import SocketLoop
+from kvarena.transfer.same_host.channel import SocketLoop
 
 
 @pytest.mark.parametrize("how", ["call", "later"])

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvarena.pool import Arena, HostVmm
 from kvarena.transfer import Region, TransferFailed
-from kvarena.transfer import _same_host_wire as wire
-from kvarena.transfer._same_host_errors import WireError
-from kvarena.transfer._same_host_ring import Ring
-from kvarena.transfer.same_host import SameHostEngine
+from kvarena.transfer.same_host import wire
+from kvarena.transfer.same_host.engine import SameHostEngine
+from kvarena.transfer.same_host.errors import WireError
+from kvarena.transfer.same_host.ring import Ring
 from same_host_support import MIB
 
 JSON = st.recursive(
@@ -220,7 +220,7 @@ def test_leased_pages_are_taken_once_in_any_order(pages: list[int], data: st.Dat
     """Against a set: what may be written next is what is leased and was not."""
     import numpy as np
     from kvarena.transfer import LeaseError
-    from kvarena.transfer._same_host_leases import SentLeases
+    from kvarena.transfer.same_host.sent_leases import SentLeases
     from same_host_support import a_lease
 
     leases, lease, left = SentLeases(), a_lease(pages), set(pages)
@@ -248,7 +248,7 @@ def test_intervals_answer_as_a_set_of_bytes_does(
     spans: list[tuple[int, int]], pages: list[int], page_bytes: int, base: int
 ) -> None:
     import numpy as np
-    from kvarena.transfer._same_host_intervals import Intervals
+    from kvarena.transfer.same_host.intervals import Intervals
 
     inside = {byte for start, nbytes in spans for byte in range(start, start + nbytes)}
     intervals = Intervals(Region(start, nbytes) for start, nbytes in spans)

@@ -1,0 +1,1 @@
+"""The ``kvarena`` command and its subcommands, a folder each."""

@@ -1,0 +1,103 @@
+"""From a path to a configuration and, where the weights lie beside it, their size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvarena.plugin.commands.plan.errors import PlanError
+
+__all__ = ["load_config", "quantization_beside", "stored_weight_bytes"]
+
+#: A published configuration is a few kilobytes; some quantized ones list every module.
+_MOST_BYTES = 32 << 20
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """Read ``config.json``, given itself or its folder.
+
+    A bare ``Infinity``, as some published files hold, is accepted where no size is read from it.
+
+    Raises
+    ------
+    PlanError
+        Nothing there, not readable, not JSON, or not an object.
+    """
+    if not str(path).strip():  # an unset variable in a script; Path would make it this folder
+        raise PlanError("The path of the model is empty.", fix="Give a folder or a config.json.")
+    file = Path(path)
+    try:
+        if file.is_dir():
+            file = file / "config.json"
+            if not file.is_file():
+                raise PlanError(
+                    f"{file.parent} has no config.json.",
+                    fix="Give the folder of a Hugging Face model, or the file itself.",
+                )
+        with file.open("rb") as stream:
+            raw = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise PlanError(
+            f"{file} does not exist.",
+            fix="Give a folder or a config.json on this machine; nothing is downloaded.",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file} cannot be read: {error}.", fix="Give a readable config.json.") from error
+    if len(raw) > _MOST_BYTES:
+        raise PlanError(f"{file} is larger than {_MOST_BYTES >> 20} MiB.", fix="Give a config.json.")
+    return parse_config(raw, name=str(file))
+
+
+def parse_config(raw: bytes, *, name: str) -> dict[str, Any]:
+    """The object that a file's bytes hold. Raises `PlanError`."""
+    try:
+        data = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{name} is not UTF-8 text: {error}.", fix="Give a config.json.") from error
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{name} is not JSON: {error}.", fix="Fetch the file again; it may be cut short."
+        ) from error
+    except RecursionError:
+        raise PlanError(f"{name} is nested too deeply.", fix="Give a config.json.") from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise PlanError(f"{name} holds a number that cannot be read: {error}.") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{name} holds no object but a {type(data).__name__}.", fix="Give a config.json.")
+    return data
+
+
+def quantization_beside(path: str | Path) -> dict[str, Any] | None:
+    """What ``hf_quant_config.json`` says, where it lies beside a configuration.
+
+    ModelOpt's older checkpoints keep their quantization, and their KV cache's, in a file of its own.
+
+    Raises
+    ------
+    PlanError
+        It is there, and cannot be read: what the cache is kept in would be a guess.
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    section = load_config(file).get("quantization")
+    return section if isinstance(section, dict) else None
+
+
+def stored_weight_bytes(path: str | Path) -> int | None:
+    """Bytes of the safetensors that lie beside a configuration, or ``None`` where there are none.
+
+    The index's own total comes first: it is right even where the files themselves were not fetched.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file() and index.stat().st_size <= _MOST_BYTES:
+            total = json.loads(index.read_bytes()).get("metadata", {}).get("total_size")
+            if isinstance(total, (int, float)) and not isinstance(total, bool) and 0 < total < 1 << 60:
+                return int(total)
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        # A hint only: a broken index is no reason to refuse what the configuration itself answers.
+        return None

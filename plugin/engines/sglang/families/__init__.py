@@ -1,0 +1,7 @@
+"""What each release of SGLang looks like, and which of its functions kvarena replaces there."""
+
+from __future__ import annotations
+
+from kvarena.plugin.engines.sglang.families.choice import FAMILIES, choose, is_experimental, layer_of
+
+__all__ = ["FAMILIES", "choose", "is_experimental", "layer_of"]

@@ -1,0 +1,93 @@
+"""Samples of an arena over time, few enough for a file however long the process runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, final
+
+from kvarena.plugin.observe.status.collect import sample
+from kvarena.plugin.observe.status.model import ArenaHistory, EventMark, Sample
+from kvarena.plugin.observe.status.usage import PageUsage
+from kvarena.plugin.observe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvarena.pool import UnifiedKVPool
+    from kvarena.transfer import RegistrationLedger
+
+__all__ = ["Recorder"]
+
+_MOST_SAMPLES: Final = 600
+_MOST_MARKS: Final = 200
+_FIRST_INTERVAL_S: Final = 0.05
+
+
+@final
+class Recorder:
+    """Keeps samples at a steady pace, which halves whenever there are too many, and one at each event.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Gives the clock and the events.
+    title : str
+        Of the picture.
+    """
+
+    def __init__(self, timeline: Timeline, title: str) -> None:
+        self.interval_s = _FIRST_INTERVAL_S
+        """Seconds between two samples now."""
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self._steady: list[Sample] = []
+        self._marks: list[Sample] = []
+        self._history = ArenaHistory(title=title, began_at=timeline.began_at)
+
+    def begin(self, pool: UnifiedKVPool) -> None:
+        """Remember what does not change in a pool's life."""
+        self._history.reserved_bytes = pool.arena.reserved_bytes
+        self._history.sink_bytes = pool.sink_bytes
+        self._history.sub_pools = tuple((spec.name, spec.grow_direction) for spec in pool.sub_pool_specs)
+
+    def record(
+        self,
+        pool: UnifiedKVPool | None,
+        ledgers: Iterable[RegistrationLedger],
+        usage: Mapping[str, PageUsage],
+        *,
+        mark: bool = False,
+    ) -> None:
+        """Take a sample; one at an event (`mark`) outlives the thinning."""
+        if pool is None:
+            return
+        taken = sample(self._timeline.now_s, pool, ledgers, usage)
+        with self._lock:
+            if mark:
+                self._marks.append(taken)
+                # The first and the last tell most: how it came to serve, and what is happening now.
+                del self._marks[_MOST_MARKS // 4 : -_MOST_MARKS * 3 // 4]
+                return
+            self._steady.append(taken)
+            if len(self._steady) > _MOST_SAMPLES:
+                del self._steady[1::2]
+                self.interval_s *= 2
+
+    def history(self) -> ArenaHistory:
+        """What has been recorded, in order."""
+        with self._lock:
+            samples = sorted([*self._steady, *self._marks], key=lambda each: each.at_s)
+        events = [
+            EventMark(event.at_s, event.name, event.nbytes, event.milliseconds or 0.0)
+            for event in list(self._timeline.events)
+        ]
+        del events[_MOST_MARKS // 4 : -_MOST_MARKS * 3 // 4]
+        recorded = self._history
+        return ArenaHistory(
+            title=recorded.title,
+            began_at=recorded.began_at,
+            reserved_bytes=recorded.reserved_bytes,
+            sink_bytes=recorded.sink_bytes,
+            sub_pools=recorded.sub_pools,
+            samples=samples,
+            events=events,
+        )

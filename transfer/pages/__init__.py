@@ -1,0 +1,1 @@
+"""Pages between arenas: manifests, plans, leases and the channel that checks all three."""

@@ -1,0 +1,340 @@
+"""Moves pages between processes of one host through memory that both have mapped."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import numpy.typing as npt
+from kvarena.transfer.errors import PageError, QuiesceTimeout, TransferFailed
+from kvarena.transfer.pages.plan import page_ids
+from kvarena.transfer.protocol import Capabilities, Region
+from kvarena.transfer.same_host.attach import Description
+from kvarena.transfer.same_host.channel import SocketLoop
+from kvarena.transfer.same_host.copy.clock import make_copier
+from kvarena.transfer.same_host.direction import Asked
+from kvarena.transfer.same_host.exports import Exports
+from kvarena.transfer.same_host.fork import close_in_children
+from kvarena.transfer.same_host.incoming import Incoming, IncomingTable
+from kvarena.transfer.same_host.memory import ArenaMemory
+from kvarena.transfer.same_host.peer import Peer
+from kvarena.transfer.same_host.peers import Peers, PeerSettings, Welcomes
+from kvarena.transfer.same_host.pending import SameHostPending
+from kvarena.transfer.same_host.sent_leases import PageLease
+from kvarena.transfer.same_host.server import Server
+from kvarena.transfer.same_host.socket_path import default_directory, fresh_name, listen
+from kvarena.transfer.same_host.subscribers import Followers
+
+if TYPE_CHECKING:
+    from kvarena.transfer.pages.manifest import Manifest
+
+__all__ = ["SameHostEngine"]
+
+
+@final
+class SameHostEngine:
+    """A `TransferEngine` for two processes of one user on one host.
+
+    One side hands the descriptors of its arena's handles to the other over a Unix socket, which maps
+    them and moves pages with one gather-scatter kernel on a stream of its own (CUDA), or with memory
+    copies in a thread of its own (host). Nothing but registered regions is read or written, and
+    `submit_pages` writes nothing but pages that the receiver has leased.
+
+    Parameters
+    ----------
+    arena : ArenaMemory
+        Ours; `kvarena.pool.Arena` is one. It is read, and must outlive the engine.
+    name : str, optional
+        Of this engine on this host, unique; part of the socket's path.
+    directory : Path, optional
+        Where the socket is made: mode 0700, and ours. Default: ``$XDG_RUNTIME_DIR/kvarena``, or
+        ``/tmp/kvarena-<uid>``.
+    manifest : Manifest, optional
+        What our pages mean; a peer whose pages mean something else is refused.
+    direction : {"auto", "push", "pull"}
+        Which side's device copies what we send: ours writes, or the peer's reads. ``auto`` asks the
+        devices, see `choose_direction`.
+    connect_timeout : float
+        Seconds that a peer may take to answer.
+    drain_timeout : float
+        Seconds that peers may take to let go of memory, and copies to end.
+
+    Raises
+    ------
+    SocketPathError
+        The socket cannot be made there.
+    EngineUnavailable
+        CUDA memory, but no Triton or driver to move it with.
+    """
+
+    name = "same-host"
+    capabilities = Capabilities(
+        crosses_seams=True, spans_handles=True, detects_unmapped=True, live_reregistration=True
+    )
+
+    def __init__(
+        self,
+        arena: ArenaMemory,
+        *,
+        name: str | None = None,
+        directory: Path | None = None,
+        manifest: Manifest | None = None,
+        direction: Asked = "auto",
+        connect_timeout: float = 10.0,
+        drain_timeout: float = 30.0,
+    ) -> None:
+        self._arena = arena
+        self.engine_name = name or fresh_name()
+        self._drain_timeout = drain_timeout
+        self._changed = threading.Condition(threading.RLock())
+        self._incoming = IncomingTable()
+        self._exports = Exports(arena, self.name)
+        self._followers = Followers(self._exports, self._changed)
+        self._closed = False
+        sock, path = listen(directory or default_directory(), self.engine_name)
+        try:
+            self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
+            self._loop = SocketLoop(
+                f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier()
+            )
+        except BaseException:
+            sock.close()
+            path.unlink()
+            raise
+        about = PeerSettings(
+            self.engine_name, secrets.token_hex(8), arena, manifest, direction, connect_timeout, drain_timeout
+        )
+        self._peers = Peers(about, self._copier, self._exports, self._followers, self._loop)
+        host = Welcomes(about, self._copier, self._exports, self._incoming)
+        self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
+        close_in_children(self)
+
+    @property
+    def socket_path(self) -> Path:
+        """Where peers reach us."""
+        return self._server.path
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What is registered."""
+        return self._exports.regions
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Engines that have our arena mapped."""
+        return self._followers.names
+
+    def peer(self, key: str) -> Peer:
+        """An engine that we send to. Raises `TransferFailed`."""
+        return self._peers[key]
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See `TransferEngine.register`; connected peers are told at once."""
+        with self._changed:
+            self._exports.add([Region(*region) for region in regions])
+            self._followers.tell_all(fence=False)
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """See `TransferEngine.unregister`. On return no peer writes or maps them, and we send none.
+
+        A peer that does not let go within `drain_timeout` is detached.
+
+        Raises
+        ------
+        RegistrationError
+            One is not registered; nothing has changed.
+        QuiesceTimeout
+            Our own transfers did not end; they are registered still.
+        """
+        regions = [Region(*region) for region in regions]
+        with self._changed:
+            self._exports.check_held(regions)
+        self._drain()
+        with self._changed:
+            self._exports.remove(regions)
+            epoch = self._exports.epoch
+            self._followers.tell_all(fence=True)
+        try:
+            self._drain()  # what was checked before, and started after
+        except QuiesceTimeout:
+            with self._changed:
+                self._exports.add(regions)
+                self._followers.tell_all(fence=False)
+            raise
+        self._followers.wait_until_let_go(epoch, self._drain_timeout)
+
+    def refresh(self) -> None:
+        """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
+        with self._changed:
+            if self._exports.refresh():
+                self._followers.tell_all(fence=True)
+
+    def describe(self) -> bytes:
+        """See `TransferEngine.describe`."""
+        with self._changed:
+            return Description(
+                str(self._server.path), self.engine_name, self._peers.settings.identity, self._exports.epoch
+            ).encode()
+
+    def connect(self, description: bytes) -> str:
+        """See `TransferEngine.connect`; the key is the peer's `engine_name`.
+
+        Raises
+        ------
+        PeerRefused
+            It cannot be reached, or one side refuses the other.
+        ManifestMismatch
+            Its pages are not ours.
+        HandleImportError
+            Its memory cannot be mapped here.
+        """
+        return self._peers.connect(description)
+
+    def disconnect(self, peer: str) -> None:
+        """See `TransferEngine.disconnect`; waits for what is under way."""
+        self._peers.disconnect(peer)
+
+    def submit(
+        self,
+        peer: str,
+        src: npt.ArrayLike,
+        dst: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        *,
+        after: int | None = None,
+    ) -> SameHostPending:
+        """See `TransferEngine.submit`.
+
+        Parameters
+        ----------
+        after : int, optional
+            A CUDA stream whose work so far must be done before the sources are read.
+        """
+        known = self._peers[peer]
+        try:
+            sources, targets, counts = (
+                page_ids(column, "addresses and lengths").ravel() for column in (src, dst, lengths)
+            )
+        except PageError as error:
+            raise TransferFailed(self.name, peer, "EINVAL", str(error).rstrip(".")) from error
+        if not sources.size == targets.size == counts.size or int(counts.min(initial=0)) < 0:
+            why = f"{sources.size} sources, {targets.size} destinations, lengths {counts.tolist()[:4]}"
+            raise TransferFailed(self.name, peer, "EINVAL", why)
+        return known.spans(sources, targets, counts, after)
+
+    def submit_pages(
+        self,
+        peer: str,
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+        page_bytes: int,
+        lease: PageLease,
+        *,
+        sub_pool: str = "full",
+        src_base: int | None = None,
+        dst_base: int | None = None,
+        after: int | None = None,
+    ) -> SameHostPending:
+        """Start writing leased pages, in one launch; the receiver's `expect` learns when they are there.
+
+        Parameters
+        ----------
+        src_pages, dst_pages : array_like of int, shape (n,)
+            Page ids here and there.
+        page_bytes : int
+            Bytes of a page envelope.
+        lease : PageLease
+            From the receiver, as it came with the request.
+        sub_pool : str
+            Which of the lease's page lists `dst_pages` are from.
+        src_base, dst_base : int, optional
+            Addresses of page 0, each in its own process; default: the arenas' first bytes, where every
+            sub-pool of a unified pool starts.
+        after : int, optional
+            As in `submit`.
+
+        Raises
+        ------
+        LeaseError
+            A page is not leased, is written twice, or the lease has ended.
+        TransferFailed
+            The peer is gone, or pages are not registered on either side. The receiver is told.
+        PageError
+            Lists of different lengths or of no integers, or a page size that is not positive.
+        """
+        known = self._peers[peer]
+        source_ids, target_ids = page_ids(src_pages), page_ids(dst_pages)
+        if source_ids.ndim != 1 or source_ids.shape != target_ids.shape or page_bytes <= 0:
+            raise PageError(
+                f"{source_ids.shape} source pages for {target_ids.shape} destinations of {page_bytes} bytes."
+            )
+        base = self._arena.base if src_base is None else src_base
+        return known.pages(base, source_ids, dst_base, target_ids, page_bytes, lease, sub_pool, after)
+
+    def admit(self, peer: str, lease: PageLease) -> None:
+        """Get to know a lease when its request arrives, so that the first `submit_pages` need not."""
+        self._peers[peer].admit(lease)
+
+    def give_up(self, peer: str, lease: PageLease, why: str) -> None:
+        """Tell the receiver at once that what it leased will not come (an aborted prefill)."""
+        self._peers[peer].give_up(lease, why)
+
+    def expect(self, lease: PageLease, *, sender: str | None = None) -> Incoming:
+        """Wait for the pages of a lease that we granted; ask before the lease goes to the sender.
+
+        Parameters
+        ----------
+        sender : str, optional
+            The `engine_name` of the one that shall write them: if it dies, even before it has begun, the
+            wait ends at once. Without a name that holds as soon as it has admitted the lease, or begun.
+        """
+        with self._changed:
+            return self._incoming.expect(lease, self._exports.epoch, sender)
+
+    def revoke(self, lease: PageLease, why: str = "it was revoked") -> None:
+        """Take a lease back; on return no peer writes its pages, now or later."""
+        key = (lease.request, lease.serial)
+        self._incoming.revoke(key, why)
+        self._followers.revoke(key, self._drain_timeout)
+        self._server.drain(self._drain_timeout)
+
+    def prepare(self, page_bytes: int) -> None:
+        """Compile for pages of this size now, instead of in the first transfer."""
+        self._copier.prepare(page_bytes)
+
+    def close(self) -> None:
+        """See `TransferEngine.close`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        self._peers.close()
+        self._server.close()
+        self._incoming.lost(None, "this engine was closed")
+        self._loop.close()
+        self._copier.close()
+        with self._changed:
+            self._exports.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child this engine is closed; the parent's goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._changed = threading.Condition(threading.RLock())  # a thread that is not here may hold the other
+        self._peers.leave_to_parent()
+        self._loop.leave_to_parent()
+        self._exports.close()
+
+    def __enter__(self) -> SameHostEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drain(self) -> None:
+        self._peers.drain(self._drain_timeout)
+        self._server.drain(self._drain_timeout)

@@ -1,0 +1,197 @@
+"""Where sockets live: a directory that only this user can enter, and names that only one engine holds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvarena.errors import KvArenaError
+from kvarena.transfer.same_host.errors import PeerRefused, SocketPathError
+from kvarena.transfer.same_host.wire import peer_uid
+
+__all__ = ["check_directory", "default_directory", "dial", "fresh_name", "is_name", "listen"]
+
+# sun_path has 108 bytes and ends with a zero (unix(7)).
+_PATH_BYTES = 107
+_OWN_DIRECTORY = "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700."
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FRESH = re.compile(r"(\d+)-[0-9a-f]{6}\.sock")
+
+
+def is_name(name: str) -> bool:
+    """Whether an engine may be called that."""
+    return _NAME.fullmatch(name) is not None
+
+
+def fresh_name() -> str:
+    """A name that no other engine has, nor will have."""
+    return f"{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def default_directory() -> Path:
+    """``$XDG_RUNTIME_DIR/kvarena``, or ``/tmp/kvarena-<uid>`` where that is not set."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "kvarena" if runtime else Path(f"/tmp/kvarena-{os.geteuid()}")
+
+
+def check_directory(directory: Path, *, create: bool = False) -> None:
+    """Raise `SocketPathError` unless `directory` is ours, real, and closed to everyone else."""
+    if create:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            # mkdir's mode is cut by the umask, never widened.
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            why = f"cannot be made ({error.strerror})"
+            raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
+    try:
+        found = os.lstat(directory)
+    except OSError as error:
+        why = error.strerror or "cannot be read"
+        raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise SocketPathError(str(directory), "is no directory", fix=_OWN_DIRECTORY)
+    if found.st_uid != os.geteuid():
+        raise SocketPathError(
+            str(directory),
+            f"belongs to user {found.st_uid}, we are {os.geteuid()}",
+            fix=_OWN_DIRECTORY,
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise SocketPathError(
+            str(directory), f"has mode {mode:04o}, others can enter it", fix=f"chmod 0700 {directory}"
+        )
+
+
+def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
+    """A listening socket called `name`; one that a dead process left there is taken over.
+
+    What dead processes left under names of their own, which nobody takes over, is removed.
+
+    Raises
+    ------
+    SocketPathError
+        A bad name or directory, a path that is too long, something else of that name, or a live
+        engine behind it.
+    """
+    if not is_name(name):
+        raise SocketPathError(name, "is no name for a socket", fix="Use letters, digits, dots and dashes.")
+    directory = Path(os.path.abspath(directory))  # peers, and we at the end, may be elsewhere
+    path = directory / f"{name}.sock"
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise SocketPathError(
+            str(path),
+            f"has {len(os.fsencode(path))} bytes, {_PATH_BYTES} are the most",
+            fix="Set KVARENA_SOCKET_DIR to a shorter path, or give a shorter name.",
+        )
+    check_directory(directory, create=True)
+    with _locked(directory):
+        _clear_the_way(path)
+        _sweep(directory)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            server.bind(str(path))
+            os.chmod(path, 0o600)
+            server.listen(64)
+        except OSError as error:
+            server.close()
+            raise SocketPathError(str(path), error.strerror or "cannot be bound") from error
+    return server, path
+
+
+def dial(path: Path, timeout: float) -> socket.socket:
+    """A socket connected to the engine at `path`, which runs as our user.
+
+    Raises
+    ------
+    SocketPathError
+        The socket, or its directory, belongs to someone else or is open to them.
+    PeerRefused
+        Nobody answers there, or another user's process does.
+    """
+    check_directory(path.parent)
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise PeerRefused(str(path), "unreachable", error.strerror or "no such socket") from error
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise SocketPathError(str(path), f"is no socket of user {os.geteuid()} (it is user {found.st_uid}'s)")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout)
+        _connect(sock, path, timeout)
+        uid = peer_uid(sock)
+    except OSError as error:
+        sock.close()
+        raise PeerRefused(str(path), "unreachable", str(error), fix="Is that process alive?") from error
+    if uid != os.geteuid():
+        sock.close()
+        raise PeerRefused(str(path), "uid", f"it runs as user {uid}, we are {os.geteuid()}")
+    return sock
+
+
+def _connect(sock: socket.socket, path: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:  # its queue is full, and a socket with a timeout does not wait for that
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1e-2)
+        else:
+            return
+
+
+def _clear_the_way(path: Path) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise SocketPathError(str(path), "exists and is no socket", fix="Remove it, or use another name.")
+    if found.st_uid != os.geteuid():
+        raise SocketPathError(str(path), f"belongs to user {found.st_uid}, we are {os.geteuid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                os.unlink(path)  # its owner died without closing it
+                return
+            raise SocketPathError(str(path), f"exists, and cannot be probed ({error})") from error
+    raise SocketPathError(str(path), "another engine listens there", fix="Give this engine another name.")
+
+
+def _sweep(directory: Path) -> None:
+    for path in directory.iterdir():
+        named = _FRESH.fullmatch(path.name)
+        if named is None or os.path.exists(f"/proc/{named[1]}"):
+            continue
+        # The number may be of another container's process: one that lives answers, and keeps its socket.
+        with contextlib.suppress(KvArenaError, OSError):
+            _clear_the_way(path)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Two engines that start at once must not take one stale socket over twice."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

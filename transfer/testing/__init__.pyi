@@ -1,0 +1,14 @@
+from .adaptor import FailingEngine as FailingEngine
+from .contract import TransferEngineContract as TransferEngineContract
+from .hosts import EngineFactory as EngineFactory
+from .hosts import EngineHost as EngineHost
+from .hosts import Memory as Memory
+from .hosts import MemoryFactory as MemoryFactory
+from .hosts import PeerProcess as PeerProcess
+from .hosts import RemoteHost as RemoteHost
+from .hosts import Standalone as Standalone
+from .memory import HostMemory as HostMemory
+from .memory import assert_same_bytes as assert_same_bytes
+from .memory import leftovers as leftovers
+from .pairs import Pair as Pair
+from .recording import RecordingEngine as RecordingEngine
