@@ -21,7 +21,7 @@ def test_imports_point_one_way() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["errors", "hooks", "transfer", "plugin.cli", "plugin.engines.sglang"],
+    ["errors", "hooks", "transfer", "plugin.commands.cli", "plugin.engines.sglang"],
 )
 def test_a_light_import_brings_no_torch(module: str) -> None:
     program = f"import sys, kvarena.{module}; sys.exit('torch' in sys.modules)"
