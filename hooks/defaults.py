@@ -74,8 +74,8 @@ class DefaultBudget:
         # The swap at finalize makes the new handle while the sink's is still there (so that it can be
         # taken back), so the sink's bytes, one granule or a few, are not counted as free.
         limits = [request.driver.free_bytes() - request.headroom_bytes, request.pool.total_bytes]
-        if request.most_bytes is not None:
-            limits.append(request.most_bytes)
+        if request.max_bytes is not None:
+            limits.append(request.max_bytes)
         return max(0, min(limits))
 
 

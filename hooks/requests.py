@@ -20,7 +20,7 @@ class BudgetRequest:
     driver: Driver
     headroom_bytes: int = 0
     """Bytes to leave free, for activations that no captured graph covers."""
-    most_bytes: int | None = None
+    max_bytes: int | None = None
     """A limit that the operator set; None: what fits."""
 
 

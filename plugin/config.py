@@ -24,7 +24,7 @@ CONFIG = "KVARENA_CONFIG"
 #: Of switches of the project's own tests, which are read elsewhere.
 NOT_SETTINGS = ("KVARENA_TEST_", "KVARENA_CONTRACT_")
 #: What an address can be; messages between processes carry no larger number.
-_MOST_BYTES = (1 << 63) - 1
+_MAX_BYTES = (1 << 63) - 1
 
 # More than a day is no timeout, and waits of the system take no number without end.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -143,8 +143,8 @@ def parse_bytes(value: object, *, what: str = "size") -> int:
         raise ConfigError(
             f"{what}: {value!r} is no size.", fix="Give bytes, or a number with KiB, MiB, GiB or TiB."
         )
-    if size > _MOST_BYTES:
-        raise ConfigError(f"{what}: {value!r} is more than {_MOST_BYTES} bytes.", fix="Give less.")
+    if size > _MAX_BYTES:
+        raise ConfigError(f"{what}: {value!r} is more than {_MAX_BYTES} bytes.", fix="Give less.")
     return size
 
 

@@ -180,7 +180,7 @@ class PoolLifecycle:
             # What torch caches is released first: no driver call can see it.
             free = self.driver.free_bytes()
             request = BudgetRequest(
-                pool, self.driver, headroom_bytes=self.settings.headroom, most_bytes=self.settings.pool_bytes
+                pool, self.driver, headroom_bytes=self.settings.headroom, max_bytes=self.settings.pool_bytes
             )
             nbytes: int | None = self.manager.hook.kvarena_budget(request=request)
             if nbytes is None:
@@ -240,7 +240,7 @@ class PoolLifecycle:
                 pool.grow(total_bytes)
                 # Last to be undone: everyone hears which size stands.
                 transaction.undo(lambda: self._announce.again_finalized(pool), "announcing the old size")
-                transaction.undo(lambda: pool.give_back(before), "giving the new memory back")
+                transaction.undo(lambda: pool.shrink(before), "giving the new memory back")
                 self._announce.tell_size(size_of(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             transaction.undo(
@@ -248,9 +248,9 @@ class PoolLifecycle:
             )
             # Requests get pages in the new memory only once every engine knows it.
             self._announce.finalized(pool)
-            allocator.extend_capacity()
+            allocator.grow()
 
-    def give_back(self, total_bytes: int, allocator: ElasticAllocator) -> None:
+    def shrink(self, total_bytes: int, allocator: ElasticAllocator) -> None:
         """Move live pages out of the tail, unregister it, then let its memory go.
 
         Raises
@@ -261,14 +261,14 @@ class PoolLifecycle:
         """
         pool = self._pool()
         before = pool.total_bytes
-        total_bytes = pool.check_give_back(total_bytes)  # before anyone lets go of anything
+        total_bytes = pool.check_shrink(total_bytes)  # before anyone lets go of anything
         with Transaction() as transaction:
-            allocator.shrink_capacity(total_bytes)
-            transaction.undo(allocator.extend_capacity, "giving the allocators their old size")
+            allocator.shrink(total_bytes)
+            transaction.undo(allocator.grow, "giving the allocators their old size")
             transaction.undo(lambda: self._announce.again_finalized(pool), "registering the tail again")
             self._announce.resizing(pool, total_bytes)
-            with self.timeline.timed("given_back") as event:
-                pool.give_back(total_bytes)
+            with self.timeline.timed("shrunk") as event:
+                pool.shrink(total_bytes)
                 transaction.undo(lambda: pool.grow(before), "taking the memory again")
                 self._announce.tell_size(size_of(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)

@@ -25,10 +25,10 @@ class ResizableAllocator(Protocol):
 class ElasticAllocator(Protocol):
     """What growth and give-back ask of the allocators, with requests in flight."""
 
-    def extend_capacity(self) -> None:
+    def grow(self) -> None:
         """Take the pool's size, which has grown."""
         ...
 
-    def shrink_capacity(self, total_bytes: int) -> int:
+    def shrink(self, total_bytes: int) -> int:
         """Move live pages below `total_bytes` and allocate none above, or raise; returns how many moved."""
         ...

@@ -39,13 +39,13 @@ def change_total_bytes(members: Sequence[PoolMember], total_bytes: int, virtual_
     ceilings = [total_bytes // member.page_bytes for member in members]
     for member, ceiling in zip(members, ceilings, strict=True):
         _require_no_pins_above(member, ceiling)
-    least = _least_bytes(members)
-    if total_bytes < least:
+    minimum = _min_bytes(members)
+    if total_bytes < minimum:
         raise PoolSizeError(
-            f"{total_bytes} bytes do not hold the pages in use, which need {least}.",
+            f"{total_bytes} bytes do not hold the pages in use, which need {minimum}.",
             requested=total_bytes,
-            least=least,
-            most=members[0].pool.total_bytes,
+            minimum=minimum,
+            maximum=members[0].pool.total_bytes,
             fix="Free or evict pages first, or give back less.",
         )
     before = sum(member.moved_pages for member in members)
@@ -71,7 +71,7 @@ def _require_no_pins_above(member: PoolMember, ceiling: int) -> None:
         )
 
 
-def _least_bytes(members: Sequence[PoolMember]) -> int:
+def _min_bytes(members: Sequence[PoolMember]) -> int:
     """The smallest arena that holds the pages in use, as tight as pins allow."""
     end = 0
     for member in members:

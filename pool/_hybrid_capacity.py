@@ -120,8 +120,8 @@ class HybridCapacity:
             raise PoolSizeError(
                 f"The size of the pool is missing: {given!r} is not a byte count.",
                 requested=None,
-                least=self.pool.total_bytes,
-                most=self.pool.total_bytes,
+                minimum=self.pool.total_bytes,
+                maximum=self.pool.total_bytes,
                 fix="Set unified_memory_pool_bytes to what the pool was finalized to.",
             )
         if not self.pool.finalized:
@@ -132,8 +132,8 @@ class HybridCapacity:
             raise PoolSizeError(
                 f"The allocator was asked for {total} bytes, but the pool has {self.pool.total_bytes}.",
                 requested=total,
-                least=self.pool.total_bytes,
-                most=self.pool.total_bytes,
+                minimum=self.pool.total_bytes,
+                maximum=self.pool.total_bytes,
                 fix="Pass resize() the config that finalize_backing() got.",
             )
         self._require_empty()
@@ -164,7 +164,7 @@ class HybridCapacity:
             self.pool.reserved_num_pages(swa.sub_pool_name) * self.page_size, virtual_num_pages=pages
         )
 
-    def extend_capacity(self) -> None:
+    def grow(self) -> None:
         """Use what `pool.grow` added, with pages in use: above the end that grows down they become free.
 
         Raises
@@ -176,7 +176,7 @@ class HybridCapacity:
             raise PoolStateError("The pool is not final yet.", fix="Use resize() after finalize_backing().")
         self._change_capacity(self.pool.total_bytes)
 
-    def shrink_capacity(self, total_bytes: int) -> int:
+    def shrink(self, total_bytes: int) -> int:
         """Leave the bytes from `total_bytes` on, moving pages in use down; then `pool.give_back` may follow.
 
         Parameters
@@ -208,8 +208,8 @@ class HybridCapacity:
             raise PoolSizeError(
                 f"The pool has {self.pool.total_bytes} bytes and cannot shrink to {total_bytes}.",
                 requested=total_bytes,
-                least=self.pool.floor_bytes,
-                most=self.pool.total_bytes,
+                minimum=self.pool.floor_bytes,
+                maximum=self.pool.total_bytes,
                 fix="Use pool.grow() and extend_capacity().",
             )
         return self._change_capacity(total_bytes)

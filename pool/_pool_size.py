@@ -51,7 +51,7 @@ def floor_bytes(chain: Sequence[SubPoolSpec], page_size: int, terms: Sequence[tu
     return end
 
 
-def check_size(total_bytes: object, *, least: int, most: int) -> int:
+def check_size(total_bytes: object, *, minimum: int, maximum: int) -> int:
     """`total_bytes`, if it is a byte count from `least` to `most`.
 
     Raises
@@ -64,24 +64,24 @@ def check_size(total_bytes: object, *, least: int, most: int) -> int:
         raise PoolSizeError(
             f"The size of the pool is missing: {total_bytes!r} is not a byte count.",
             requested=None,
-            least=least,
-            most=most,
+            minimum=minimum,
+            maximum=maximum,
             fix="Set unified_memory_pool_bytes to a whole number of bytes.",
         )
-    if size < least:
+    if size < minimum:
         raise PoolSizeError(
-            f"{size} bytes are too few: one request needs {least}, the sink included.",
+            f"{size} bytes are too few: one request needs {minimum}, the sink included.",
             requested=size,
-            least=least,
-            most=most,
+            minimum=minimum,
+            maximum=maximum,
             fix="Give the pool more memory, or lower the context length or the page size.",
         )
-    if size > most:
+    if size > maximum:
         raise PoolSizeError(
-            f"{size} bytes are more than the {most} that were reserved.",
+            f"{size} bytes are more than the {maximum} that were reserved.",
             requested=size,
-            least=least,
-            most=most,
+            minimum=minimum,
+            maximum=maximum,
             fix="Reserve more before capture, or finalize to less.",
         )
     return size

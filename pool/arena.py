@@ -174,7 +174,7 @@ class Arena:
         with self._watched():
             self._handles.append(start, size - start)
 
-    def give_back(self, nbytes: int) -> None:
+    def shrink(self, nbytes: int) -> None:
         """Keep only ``[0, nbytes)``: release the handles behind it.
 
         A part of a handle cannot be given back (CUDA refuses it), nor can the
@@ -193,12 +193,12 @@ class Arena:
         DriverError
             The driver failed.
         """
-        size = self.check_give_back(nbytes)
+        size = self.check_shrink(nbytes)
         with self._watched():
             self._handles.cut(size)
 
-    def check_give_back(self, nbytes: int) -> int:
-        """`nbytes`, if `give_back` would take it; raises what that raises, and changes nothing."""
+    def check_shrink(self, nbytes: int) -> int:
+        """`nbytes`, if `shrink` would take it; raises what that raises, and changes nothing."""
         self._require(ArenaState.BACKED, "give memory back")
         ends = [mapping.end for mapping in self.mappings]
         size = as_count(nbytes) or 0
@@ -211,7 +211,7 @@ class Arena:
         return size
 
     def unback(self) -> None:
-        """Release every handle; only the addresses stay. A transaction, as `give_back` is.
+        """Release every handle; only the addresses stay. A transaction, as `shrink` is.
 
         Raises
         ------

@@ -42,14 +42,14 @@ class SubPoolCost:
     page_bytes: int
     slots_per_page: int = 1
     ratio: Fraction | float = 1
-    most_slots: int | None = None
+    max_slots: int | None = None
     fixed_slots: int = 0
 
     def pages(self, tokens: int) -> int:
         """Pages for a pool of `tokens` tokens, the sink's not among them."""
         slots = -int(-tokens * Fraction(self.ratio) // 1)
-        if self.most_slots is not None:
-            slots = min(slots, self.most_slots)
+        if self.max_slots is not None:
+            slots = min(slots, self.max_slots)
         return -(-(slots + self.fixed_slots) // self.slots_per_page)
 
 
@@ -80,7 +80,7 @@ class PoolCost:
         page_size: int,
         *,
         ratios: Mapping[str, Fraction | float] | None = None,
-        most_slots: Mapping[str, int] | None = None,
+        max_slots: Mapping[str, int] | None = None,
         fixed_slots: Mapping[str, int] | None = None,
     ) -> PoolCost:
         """From layouts; a sub-pool named in `fixed_slots` but not in `ratios` holds states only.
@@ -96,7 +96,7 @@ class PoolCost:
         """
         from kvarena.pool.layout import chain_order
 
-        ratios, most_slots, fixed_slots = ratios or {}, most_slots or {}, fixed_slots or {}
+        ratios, max_slots, fixed_slots = ratios or {}, max_slots or {}, fixed_slots or {}
         return cls(
             tuple(
                 SubPoolCost(
@@ -104,7 +104,7 @@ class PoolCost:
                     spec.page_envelope_bytes(page_size),
                     spec.slots_per_page(page_size),
                     ratios.get(spec.name, 0 if spec.name in fixed_slots else 1),
-                    most_slots.get(spec.name),
+                    max_slots.get(spec.name),
                     fixed_slots.get(spec.name, 0),
                 )
                 for spec in chain_order(specs)
@@ -117,7 +117,7 @@ class PoolCost:
         """The largest envelope: page 0 of every sub-pool."""
         return max(sub_pool.page_bytes for sub_pool in self.chain)
 
-    def total_bytes(self, tokens: int, least_slots: Mapping[str, int] | None = None) -> int:
+    def total_bytes(self, tokens: int, min_slots: Mapping[str, int] | None = None) -> int:
         """Bytes of the smallest pool that holds `tokens` tokens, the sink included.
 
         Each sub-pool's pages begin at a multiple of its own envelope, so the
@@ -132,14 +132,14 @@ class PoolCost:
         """
         end = self.sink_bytes
         for sub_pool in self.chain:
-            slots = (least_slots or {}).get(sub_pool.name, 0)
+            slots = (min_slots or {}).get(sub_pool.name, 0)
             pages = max(sub_pool.pages(tokens), -(-slots // sub_pool.slots_per_page))
             end = (-(-end // sub_pool.page_bytes) + pages) * sub_pool.page_bytes
         return end
 
-    def budget_bytes(self, tokens: int, least_slots: Mapping[str, int] | None = None) -> int:
+    def budget_bytes(self, tokens: int, min_slots: Mapping[str, int] | None = None) -> int:
         """`total_bytes` without the sink, which is backed already when free memory is measured."""
-        return self.total_bytes(tokens, least_slots) - self.sink_bytes
+        return self.total_bytes(tokens, min_slots) - self.sink_bytes
 
 
 def tokens_for_budget(
@@ -178,24 +178,24 @@ def tokens_for_budget(
     """
     page = cost.page_size
     floor_pages = max(1, -(-floor_tokens // page))
-    least = cost.budget_bytes(floor_pages * page, floor_slots)
-    if budget_bytes < least or (cap_tokens is not None and cap_tokens // page < floor_pages):
+    minimum = cost.budget_bytes(floor_pages * page, floor_slots)
+    if budget_bytes < minimum or (cap_tokens is not None and cap_tokens // page < floor_pages):
         raise PoolSizeError(
             f"A budget of {budget_bytes} bytes"
             + (f" and of {cap_tokens} tokens" if cap_tokens is not None else "")
-            + f" is too small: one request needs {floor_pages * page} tokens, which take {least} bytes.",
+            + f" is too small: one request needs {floor_pages * page} tokens, which take {minimum} bytes.",
             requested=budget_bytes,
-            least=least,
-            most=max(least, budget_bytes),
-            fix=f"Give the pool at least {least} bytes beside its sink of {cost.sink_bytes}, or lower the "
+            minimum=minimum,
+            maximum=max(minimum, budget_bytes),
+            fix=f"Give the pool at least {minimum} bytes beside its sink of {cost.sink_bytes}, or lower the "
             "context length.",
         )
     if cap_tokens is None and cost.budget_bytes(page << 62) <= budget_bytes:
         raise PoolSizeError(
             f"Any number of tokens fits into {budget_bytes} bytes, for no sub-pool grows with them.",
             requested=budget_bytes,
-            least=least,
-            most=max(least, budget_bytes),
+            minimum=minimum,
+            maximum=max(minimum, budget_bytes),
             fix="Give cap_tokens.",
         )
     fits, too_many = floor_pages, floor_pages + 1

@@ -90,11 +90,13 @@ class PoolSizeError(KvArenaError):
         Bytes: the sizes that would have been accepted.
     """
 
-    def __init__(self, what: str, *, requested: int | None, least: int, most: int, fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, requested: int | None, minimum: int, maximum: int, fix: str = ""
+    ) -> None:
         super().__init__(what, fix=fix)
         self.requested = requested
-        self.least = least
-        self.most = most
+        self.minimum = minimum
+        self.maximum = maximum
 
 
 class PoolStateError(KvArenaError):

@@ -231,7 +231,7 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         self._tables.unbind(pages, physical)
         self._span.release(physical)
         if self.is_id_owner:
-            self._ids.give_back(pages)
+            self._ids.shrink(pages)
 
     def _physical(self, pages: Pages) -> Pages:
         physical = self._tables.v2p[pages]

@@ -149,8 +149,8 @@ def smaller_resize(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> PostCapt
         raise PoolSizeError(
             f"Not even the {pool.floor_bytes} bytes that one request needs could be backed.",
             requested=last,
-            least=pool.floor_bytes,
-            most=pool.reserved_bytes,
+            minimum=pool.floor_bytes,
+            maximum=pool.reserved_bytes,
             fix="Free memory on the device, or lower the context length.",
         )
     return resize_for(pool, max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 64)))

@@ -86,7 +86,7 @@ class UnifiedKVPool:
         self._page_bytes = {s.name: s.page_envelope_bytes(page_size) for s in self.sub_pool_specs}
         self.sink_bytes = max(self._page_bytes.values())
         self.floor_bytes = floor_bytes(self.sub_pool_specs, page_size, bs1_floor_terms)
-        self.reserved_bytes = check_size(total_bytes, least=self.floor_bytes, most=sys.maxsize)
+        self.reserved_bytes = check_size(total_bytes, minimum=self.floor_bytes, maximum=sys.maxsize)
         self.total_bytes = self.reserved_bytes
         self.finalized = not post_capture_active
         self.driver = driver
@@ -197,7 +197,7 @@ class UnifiedKVPool:
         PoolSizeError
             No byte count, above the reservation, or below the floor for one request.
         """
-        return check_size(total_bytes, least=self.floor_bytes, most=self.reserved_bytes)
+        return check_size(total_bytes, minimum=self.floor_bytes, maximum=self.reserved_bytes)
 
     def finalize_backing(self, config: Any) -> None:
         """Back the final size in place; no address changes, and every byte is zero.
@@ -280,14 +280,14 @@ class UnifiedKVPool:
             raise PoolSizeError(
                 f"The pool has {self.total_bytes} bytes and cannot grow to {total_bytes}.",
                 requested=total_bytes,
-                least=self.total_bytes + 1,
-                most=self.reserved_bytes,
+                minimum=self.total_bytes + 1,
+                maximum=self.reserved_bytes,
                 fix="Use give_back() to shrink.",
             )
         self.arena.grow(total_bytes)
         self.total_bytes = total_bytes
 
-    def give_back(self, total_bytes: int) -> None:
+    def shrink(self, total_bytes: int) -> None:
         """Release the handles behind a size; the caller has moved what lived there.
 
         Parameters
@@ -306,30 +306,30 @@ class UnifiedKVPool:
         DriverError
             The device refused. In every case the pool is as it was.
         """
-        total_bytes, backed = self._checked_give_back(total_bytes)
+        total_bytes, backed = self._checked_shrink(total_bytes)
         if backed < self.arena.backed_bytes:  # else only bytes that rounding up had added change hands
-            self.arena.give_back(backed)
+            self.arena.shrink(backed)
         self.total_bytes = total_bytes
 
-    def check_give_back(self, total_bytes: int) -> int:
-        """The size that `give_back` would take; raises what that raises, and changes nothing."""
-        return self._checked_give_back(total_bytes)[0]
+    def check_shrink(self, total_bytes: int) -> int:
+        """The size that `shrink` would take; raises what that raises, and changes nothing."""
+        return self._checked_shrink(total_bytes)[0]
 
-    def _checked_give_back(self, total_bytes: int) -> tuple[int, int]:
+    def _checked_shrink(self, total_bytes: int) -> tuple[int, int]:
         self._require_resizable("give memory back")
         total_bytes = self.check_total_bytes(total_bytes)
         if total_bytes >= self.total_bytes:
             raise PoolSizeError(
                 f"The pool has {self.total_bytes} bytes and cannot shrink to {total_bytes}.",
                 requested=total_bytes,
-                least=self.floor_bytes,
-                most=self.total_bytes - 1,
+                minimum=self.floor_bytes,
+                maximum=self.total_bytes - 1,
                 fix="Use grow() to enlarge.",
             )
         granularity = self.driver.granularity
         backed = -(-total_bytes // granularity) * granularity
         if backed < self.arena.backed_bytes:
-            self.arena.check_give_back(backed)
+            self.arena.check_shrink(backed)
         return total_bytes, backed
 
     def get_contiguous_buf_infos(self, name: str | None = None) -> ContiguousBufInfos:

@@ -26,7 +26,7 @@ _EVENTS: Final = {
     "captured": "captured",
     "finalized": "finalized to",
     "grown": "grown to",
-    "given_back": "given back to",
+    "shrunk": "given back to",
     "eager": "allocated",
     "closed": "closed",
 }
@@ -122,10 +122,10 @@ class _Panel:
             axes.spines[side].set_visible(False)
 
     def _title(self) -> str:
-        most = max(self._samples, key=lambda each: each.backed_bytes)
+        peak = max(self._samples, key=lambda each: each.backed_bytes)
         return (
             f"{self._history.title}: {self._size(self._history.reserved_bytes)} reserved, "
-            f"up to {self._size(most.backed_bytes)} backed by {_count(len(most.handle_bytes), 'handle')}, "
+            f"up to {self._size(peak.backed_bytes)} backed by {_count(len(peak.handle_bytes), 'handle')}, "
             f"up to {self._size(max(each.registered_bytes for each in self._samples))} registered"
         )
 
@@ -156,8 +156,8 @@ class _Panel:
         return sample.active_bytes - _live(sample, index)
 
     def _seams(self) -> None:
-        most = max(len(each.handle_bytes) for each in self._samples)
-        for index in range(1, most):
+        peak = max(len(each.handle_bytes) for each in self._samples)
+        for index in range(1, peak):
             heights = [
                 sum(each.handle_bytes[:index]) if len(each.handle_bytes) > index else None
                 for each in self._samples

@@ -112,12 +112,12 @@ class AllocatorContract:
         assert allocator.swa.allocated_count() == 0
         assert allocator.swa_available_size() <= allocator.size_swa
         assert allocator.verify_byte_accounting() == []
-        most = allocator.alloc(allocator.available_size())
-        assert most is not None
-        assert most.min() >= sample.page_size
+        maximum = allocator.alloc(allocator.available_size())
+        assert maximum is not None
+        assert maximum.min() >= sample.page_size
         for side in ("full", "swa"):
-            pages = allocator.transfer_pages(most, side)
-            assert len(set(pages.tolist())) == len(most) // sample.page_size
+            pages = allocator.transfer_pages(maximum, side)
+            assert len(set(pages.tolist())) == len(maximum) // sample.page_size
             assert pages.min() >= sample.pool.min_page_index(side)
 
     @pytest.mark.parametrize(

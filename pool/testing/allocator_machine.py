@@ -163,27 +163,27 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.available_size() == available
 
     @rule(eighths=st.integers(1, 8), odd=st.integers(0, 200))
-    def grow_or_give_back(self, eighths: int, odd: int) -> None:
+    def grow_or_shrink(self, eighths: int, odd: int) -> None:
         pool, total = self.sample.pool, self.sample.reserved_bytes * eighths // 8 - odd
         if total > pool.total_bytes:
             pool.grow(total)
-            self.allocator.extend_capacity()
+            self.allocator.grow()
             return
         before = capacities(self.sample)
         try:
-            self.allocator.shrink_capacity(total)
+            self.allocator.shrink(total)
         except (AllocatorError, PoolSizeError) as refused:
             pinned = isinstance(refused, AllocatorError) and any(self.pins.values())
-            too_small = isinstance(refused, PoolSizeError) and refused.least > total
+            too_small = isinstance(refused, PoolSizeError) and refused.minimum > total
             if not (pinned or too_small):
                 raise
             assert capacities(self.sample) == before
             return
         if total < pool.total_bytes:
             try:
-                pool.give_back(total)
+                pool.shrink(total)
             except ArenaStateError:  # inside a handle: then all stays
-                self.allocator.extend_capacity()
+                self.allocator.grow()
 
     @precondition(lambda self: len(self.window) > 8)
     @rule()

@@ -102,13 +102,13 @@ class ArenaContract:
             arena.tensor[: 9 * size] = 5
             before = arena.mappings
             with pytest.raises(ArenaStateError, match=f"{2 * size} or {5 * size}"):
-                arena.give_back(3 * size)
+                arena.shrink(3 * size)
             with pytest.raises(ArenaStateError, match=str(2 * size)):
-                arena.give_back(0)
+                arena.shrink(0)
             with pytest.raises(ArenaStateError, match=str(5 * size)):
-                arena.give_back(9 * size)
+                arena.shrink(9 * size)
             assert arena.mappings == before
-            arena.give_back(2 * size)
+            arena.shrink(2 * size)
             assert arena.mappings == before[:1]
             assert int(arena.tensor[: 2 * size].min()) == 5
             arena.grow(9 * size)
@@ -126,7 +126,7 @@ class ArenaContract:
             with pytest.raises(ArenaStateError, match="back"):
                 arena.grow(size)
             with pytest.raises(ArenaStateError, match="back"):
-                arena.give_back(size)
+                arena.shrink(size)
             arena.back(size)
             with pytest.raises(ArenaStateError, match=str(4 * size)):
                 arena.grow(5 * size)
@@ -142,7 +142,7 @@ class ArenaContract:
             arena.back(size)
             arena.grow(2 * size)
             before = arena.mappings
-            for step in (arena.back, arena.grow, arena.give_back):
+            for step in (arena.back, arena.grow, arena.shrink):
                 with pytest.raises(ArenaStateError, match=re.escape(repr(bad))):
                     step(bad)
             assert arena.mappings == before
@@ -204,13 +204,13 @@ class ArenaContract:
             driver.unmap(address, size)
             driver.release_reservation(address, 3 * size)
 
-    @pytest.mark.parametrize("step", ["swap", "grow", "give_back", "unback"])
+    @pytest.mark.parametrize("step", ["swap", "grow", "shrink", "unback"])
     def test_a_failure_at_any_call_changes_nothing(self, driver: FailingDriver, step: str) -> None:
         size = driver.granularity
         steps: dict[str, Callable[[Arena], None]] = {
             "swap": lambda arena: arena.back(6 * size),
             "grow": lambda arena: arena.grow(9 * size),
-            "give_back": lambda arena: arena.give_back(size),
+            "shrink": lambda arena: arena.shrink(size),
             "unback": lambda arena: arena.unback(),
         }
         failures = 0

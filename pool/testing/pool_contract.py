@@ -132,7 +132,7 @@ class PoolContract(PoolFixtures):
         assert addresses_of(pool) == before
         pool.grow(20 * size)
         assert addresses_of(pool) == before
-        pool.give_back(17 * size)
+        pool.shrink(17 * size)
         pool.revert_finalize()
         assert addresses_of(pool) == before
 
@@ -164,23 +164,27 @@ class PoolContract(PoolFixtures):
 
     def test_bad_sizes_are_refused_and_change_nothing(self, driver: Driver, pool: UnifiedKVPool) -> None:
         before = exposed_capacities(pool)
-        most, least = pool.reserved_bytes, pool.floor_bytes
-        for config in (SimpleNamespace(), sized(None), sized(1.5 * least), sized(True), None):
+        maximum, minimum = pool.reserved_bytes, pool.floor_bytes
+        for config in (SimpleNamespace(), sized(None), sized(1.5 * minimum), sized(True), None):
             with pytest.raises(PoolSizeError, match=r"missing.*unified_memory_pool_bytes") as caught:
                 pool.finalize_backing(config)
-            assert (caught.value.requested, caught.value.least, caught.value.most) == (None, least, most)
-        for size in (most + 1, 1 << 62):
-            with pytest.raises(PoolSizeError, match=f"{size}.*more than the {most}") as caught:
+            assert (caught.value.requested, caught.value.minimum, caught.value.maximum) == (
+                None,
+                minimum,
+                maximum,
+            )
+        for size in (maximum + 1, 1 << 62):
+            with pytest.raises(PoolSizeError, match=f"{size}.*more than the {maximum}") as caught:
                 pool.finalize_backing(sized(size))
-            assert (caught.value.requested, caught.value.most) == (size, most)
-        for size in (least - 1, 0, -1):
-            with pytest.raises(PoolSizeError, match=f"{size}.*one request needs {least}") as caught:
+            assert (caught.value.requested, caught.value.maximum) == (size, maximum)
+        for size in (minimum - 1, 0, -1):
+            with pytest.raises(PoolSizeError, match=f"{size}.*one request needs {minimum}") as caught:
                 pool.finalize_backing(sized(size))
-            assert (caught.value.requested, caught.value.least) == (size, least)
+            assert (caught.value.requested, caught.value.minimum) == (size, minimum)
         assert exposed_capacities(pool) == before
         assert float(pool.k_view("full", 1)[0].min()) == 3
-        pool.finalize_backing(sized(least))
-        assert pool.total_bytes == least
+        pool.finalize_backing(sized(minimum))
+        assert pool.total_bytes == minimum
 
     def test_the_floor_is_exactly_one_request(self, driver: Driver) -> None:
         for page_size in (1, 3, 4):
@@ -203,7 +207,7 @@ class PoolContract(PoolFixtures):
         steps: list[Callable[[], None]] = [
             lambda: pool.finalize_backing(sized(size)),
             lambda: pool.grow(size),
-            lambda: pool.give_back(size),
+            lambda: pool.shrink(size),
             pool.revert_finalize,
         ]
         for step in steps:
@@ -216,7 +220,7 @@ class PoolContract(PoolFixtures):
         size = driver.granularity
         steps: list[Callable[[], None]] = [
             lambda: pool.grow(20 * size),
-            lambda: pool.give_back(10 * size),
+            lambda: pool.shrink(10 * size),
             pool.revert_finalize,
         ]
         before = exposed_capacities(pool)
@@ -242,19 +246,19 @@ class PoolContract(PoolFixtures):
         assert pool.get_contiguous_buf_infos().lens == [15 * size + 1] * 2
         assert int(pool.raw[11 * size : 16 * size].max()) == 0
         with pytest.raises(ArenaStateError, match=str(11 * size)):
-            pool.give_back(13 * size)
+            pool.shrink(13 * size)
         for wrong in (pool.total_bytes, pool.total_bytes - 1):
             with pytest.raises(PoolSizeError, match="grow"):
                 pool.grow(wrong)
         for wrong in (pool.total_bytes, pool.total_bytes + 1):
             with pytest.raises(PoolSizeError, match="shrink"):
-                pool.give_back(wrong)
+                pool.shrink(wrong)
         with pytest.raises(PoolSizeError, match="reserved"):
             pool.grow(pool.reserved_bytes + 1)
         with pytest.raises(PoolSizeError, match="one request"):
-            pool.give_back(pool.floor_bytes - 1)
+            pool.shrink(pool.floor_bytes - 1)
         assert pool.total_bytes == 15 * size + 1
-        pool.give_back(10 * size + 5)
+        pool.shrink(10 * size + 5)
         assert exposed_capacities(pool) == small
         assert int(pool.raw[: 10 * size + 5].min()) == 6
 
@@ -265,7 +269,7 @@ class PoolContract(PoolFixtures):
         pool.grow(11 * size)
         assert pool.arena.mappings == mappings
         assert pool.total_bytes == 11 * size
-        pool.give_back(10 * size + 5)
+        pool.shrink(10 * size + 5)
         assert (pool.arena.mappings, pool.total_bytes) == (mappings, 10 * size + 5)
 
     def test_every_kind_reports_only_backed_bytes(self, driver: Driver) -> None:

@@ -66,13 +66,13 @@ class PoolFaultContract(PoolFixtures):
                 pool.close()
         assert number == 6  # reserve, create, map, zero, tensor, and the one that did not fail
 
-    @pytest.mark.parametrize("step", ["finalize", "grow", "give_back", "revert"])
+    @pytest.mark.parametrize("step", ["finalize", "grow", "shrink", "revert"])
     def test_a_failure_at_any_call_leaves_before_or_after(self, driver: FailingDriver, step: str) -> None:
         size = driver.granularity
         steps: dict[str, Callable[[UnifiedKVPool], None]] = {
             "finalize": lambda pool: pool.finalize_backing(sized(9 * size + 7)),
             "grow": lambda pool: pool.grow(12 * size),
-            "give_back": lambda pool: pool.give_back(5 * size),
+            "shrink": lambda pool: pool.shrink(5 * size),
             "revert": lambda pool: pool.revert_finalize(),
         }
         failed = True

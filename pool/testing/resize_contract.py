@@ -63,11 +63,11 @@ class ResizeContract:
             sample.check(ids)
             allocator.free(ids)
             # Each side alone, the other one empty.
-            most = allocator.alloc(allocator.size_full, swa_tail_len=0)
-            assert most is not None
+            maximum = allocator.alloc(allocator.size_full, swa_tail_len=0)
+            assert maximum is not None
             left = allocator.swa_available_size() // page * sample.pool.page_bytes("swa")
             assert left < sample.pool.page_bytes("full")
-            allocator.free(most)
+            allocator.free(maximum)
             assert allocator.full_available_size() == allocator.size_full
             assert allocator.swa_available_size() == allocator.size_swa
 
@@ -95,7 +95,7 @@ class ResizeContract:
                     allocator.resize(
                         PostCaptureKVResize(max_total_num_tokens=1, unified_memory_pool_bytes=nbytes)
                     )
-                assert refused.value.least == pool.total_bytes
+                assert refused.value.minimum == pool.total_bytes
                 assert capacities(sample) == before
             allocator.resize(half)
             ids = allocator.alloc(4 * sample.page_size)
@@ -115,7 +115,7 @@ class ResizeContract:
             with pytest.raises(PoolStateError, match="eager"):
                 eager.allocator.revert_resize()
             with pytest.raises(PoolStateError):
-                eager.allocator.shrink_capacity(eager.pool.floor_bytes)
+                eager.allocator.shrink(eager.pool.floor_bytes)
             assert capacities(eager) == before
 
     def test_a_resize_can_be_taken_back(self, driver: Driver) -> None:
@@ -144,9 +144,9 @@ class ResizeContract:
         with HybridSample(driver, reserved=False) as sample:
             allocator = MultiEndedAllocator(sample.pool, name)
             where = allocator.virtual_to_physical.data_ptr(), allocator.physical_to_virtual.data_ptr()
-            most = allocator.max_slots
-            allocator._set_capacity(most // 2)
-            pages = most // 2 // sample.page_size
+            maximum = allocator.max_slots
+            allocator._set_capacity(maximum // 2)
+            pages = maximum // 2 // sample.page_size
             assert (allocator.num_pages, allocator.max_slots) == (pages, pages * sample.page_size)
             assert allocator.size == allocator.max_slots
             ids = allocator.alloc(allocator.available_size())
@@ -156,12 +156,12 @@ class ResizeContract:
             assert physical.max() < allocator.max_slots
             assert physical.min() >= allocator.min_slot_index
             with pytest.raises(AllocatorError, match="tokens are allocated"):
-                allocator._set_capacity(most)
+                allocator._set_capacity(maximum)
             allocator.free(ids)
             with pytest.raises(AllocatorError, match="tables"):
-                allocator._set_capacity(most + sample.page_size)
-            allocator._set_capacity(most)
-            assert allocator.max_slots == most
+                allocator._set_capacity(maximum + sample.page_size)
+            allocator._set_capacity(maximum)
+            assert allocator.max_slots == maximum
             assert where == (
                 allocator.virtual_to_physical.data_ptr(),
                 allocator.physical_to_virtual.data_ptr(),
@@ -179,7 +179,7 @@ class ResizeContract:
             window = allocator.swa_available_size()
             pool.grow(sample.reserved_bytes)
             assert allocator.swa_available_size() == window
-            allocator.extend_capacity()
+            allocator.grow()
             assert allocator.swa_available_size() > window
             more = allocator.alloc(allocator.available_size() // 4 // sample.page_size * sample.page_size)
             assert more is not None
@@ -190,22 +190,22 @@ class ResizeContract:
             allocator.pin(more[:1])
             before = capacities(sample)
             with pytest.raises(AllocatorError, match="1 pages at or above"):
-                allocator.shrink_capacity(half)
+                allocator.shrink(half)
             assert capacities(sample) == before
             allocator.unpin(more[:1])
-            assert allocator.shrink_capacity(half) > 0
-            pool.give_back(half)
+            assert allocator.shrink(half) > 0
+            pool.shrink(half)
             assert self._sizes(capacities(sample)) == self._sizes_when_eager(driver, half)
             assert allocator.verify_byte_accounting() == []
             sample.check(ids)
             sample.check(more)
-            assert allocator.shrink_capacity(half) == 0  # it has that size
+            assert allocator.shrink(half) == 0  # it has that size
             with pytest.raises(PoolSizeError, match="cannot shrink"):
-                allocator.shrink_capacity(half + 1)
+                allocator.shrink(half + 1)
             too_small = pool.floor_bytes
             with pytest.raises(PoolSizeError) as refused:
-                allocator.shrink_capacity(too_small)
-            assert too_small < refused.value.least <= half
+                allocator.shrink(too_small)
+            assert too_small < refused.value.minimum <= half
             sample.check(ids)
             allocator.free(torch.cat([ids, more]))
             assert allocator.full_available_size() == allocator.size_full

@@ -171,7 +171,7 @@ def _lines_of_a_life(caplog: pytest.LogCaptureFixture) -> Iterator[tuple[str, se
     allocator = UnifiedSWATokenToKVPoolAllocator(life.pool)
     life.finalize(resize_for(life.pool, life.budget()), allocator)
     life.grow(3 << 20, allocator)
-    life.give_back(2 << 20, allocator)
+    life.shrink(2 << 20, allocator)
     life.close()
     for record in caplog.records:
         if record.name != "kvarena":

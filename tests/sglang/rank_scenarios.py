@@ -54,7 +54,7 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     """One resize of one rank; `scenario` says what goes wrong, and where."""
     import torch.distributed as dist
     from kvarena.errors import KvArenaError
-    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.bound import SglangPool
     from kvarena.plugin.engines.sglang.families.v0_5_22 import FAMILY
     from kvarena.plugin.engines.sglang.ranks import Ranks
     from kvarena.plugin.engines.sglang.runtime import runtime
@@ -70,7 +70,7 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     pool = make_pool()
     arena = Arena(driver, RESERVED)  # type: ignore[arg-type]
     arena.back(PAGE * 96)
-    bound = BoundPool(pool, arena, sink_bytes=PAGE * 96)
+    bound = SglangPool(pool, arena, sink_bytes=PAGE * 96)
     runtime.settings = _settings(mine.get("retries", 4))
     runtime.family = FAMILY
     seen: dict[str, Any] = {"error": "", "kind": ""}

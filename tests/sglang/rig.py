@@ -11,9 +11,9 @@ import pytest
 import torch
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import construct
-from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
+from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.families.shapes import resolve
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer
+from kvarena.plugin.engines.sglang.families.targets import Family, Support
 from kvarena.plugin.engines.sglang.runtime import runtime
 
 FULL_LAYERS, SWA_LAYERS, HEADS, HEAD_DIM = 2, 3, 2, 8
@@ -34,11 +34,11 @@ class Release:
         self.version = version
         self.number = int(version.rpartition(".")[2])
         self.family: Family = runtime.family
-        self.layer: Layer = runtime.layer or Layer.TRUTHFUL
+        self.layer: Support = runtime.layer or Support.PLANNER_ONLY
         self.pools = resolve("sglang.srt.mem_cache.unified_memory_pool")
         self.registry = resolve("sglang.srt.plugins.hook_registry.HookRegistry")
         self.planner_path = self.family.planner.path
-        self.hardened = self.layer is Layer.HARDENED
+        self.hardened = self.layer is Support.NATIVE
 
     def publish(self, **arguments: Any) -> None:
         """SGLang's process-wide configuration, as a server of these arguments would have it."""
@@ -58,7 +58,7 @@ class Bundle:
         self.allocator = parts.token_to_kv_pool_allocator
 
     @property
-    def bound(self) -> BoundPool:
+    def bound(self) -> SglangPool:
         bound = bound_of(self.pool)
         assert bound is not None
         return bound

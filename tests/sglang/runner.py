@@ -79,7 +79,7 @@ def configurator(rig: Any, module: Any, page_size: int) -> Any:
 def runner(rig: Any, module: Any, bundle: Any, *, page_size: int, free_bytes: int) -> Any:
     """What ``ModelRunner.post_capture_resize_kv_pool`` and what it calls read of a model runner."""
     made = configurator(rig, module, page_size)
-    most = bundle.allocator._size_full if not rig.release.family.shared_budget else 10**9
+    maximum = bundle.allocator._size_full if not rig.release.family.shared_budget else 10**9
     requests = SimpleNamespace(reset_aux_cache_allocator=lambda: None)
     _answer_for_the_device(rig.monkeypatch, free_bytes)
     return SimpleNamespace(
@@ -93,9 +93,9 @@ def runner(rig: Any, module: Any, bundle: Any, *, page_size: int, free_bytes: in
         pre_model_load_memory=1.0,
         mem_fraction_static=1.0,
         max_running_requests=None,
-        max_total_num_tokens=most,
-        full_max_total_num_tokens=most,
-        swa_max_total_num_tokens=most,
+        max_total_num_tokens=maximum,
+        full_max_total_num_tokens=maximum,
+        swa_max_total_num_tokens=maximum,
         is_hybrid_swa=True,
         memory_pool_config=rig.config(256, 128),
         canary_manager=None,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from kvarena.plugin.engines.sglang import attach, families, register
 from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
-from kvarena.plugin.engines.sglang.families.targets import Kind, Layer
+from kvarena.plugin.engines.sglang.families.targets import Kind, Support
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
 from kvarena.plugin.engines.sglang.runtime import runtime
 
@@ -185,7 +185,7 @@ def test_a_linker_is_optional_but_not_its_shape(sglang: Any, monkeypatch: pytest
     """Its registration under another name would be that of the whole reservation, unseen."""
     path = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker.MooncakeDirectLinker"
     target = next(t for t in sglang.family.targets if t.path == f"{path}.register_buffers")
-    active = attach.active_targets(sglang.family, Layer.HARDENED)
+    active = attach.active_targets(sglang.family, Support.NATIVE)
     assert (target in active) is (sglang.number >= 19)
     if target not in active:
         assert differences(sglang.family) == []
@@ -193,7 +193,7 @@ def test_a_linker_is_optional_but_not_its_shape(sglang: Any, monkeypatch: pytest
     linker = resolve(path)
     monkeypatch.setattr(linker.__base__, "register_buffers", linker.register_buffers, raising=False)
     monkeypatch.delattr(linker, "register_buffers")
-    assert target in attach.active_targets(sglang.family, Layer.HARDENED)  # inherited
+    assert target in attach.active_targets(sglang.family, Support.NATIVE)  # inherited
     monkeypatch.delattr(linker.__base__, "register_buffers")
     (difference,) = differences(sglang.family)
     assert f"{target.path} is missing" in difference
@@ -232,9 +232,9 @@ def test_a_release_that_somebody_else_half_changed_is_refused_by_the_other_famil
 def test_experimental_releases_get_the_planner_alone_unless_asked_for(sglang: Any) -> None:
     family, _ = families.choose(sglang.version, experimental=False)
     assert family is sglang.family
-    layer = families.layer_of(family, sglang.version, experimental=False)
-    assert layer is (Layer.TRUTHFUL if sglang.number < 20 else sglang.family.layer)
-    if layer is Layer.TRUTHFUL:
+    layer = families.support_of(family, sglang.version, experimental=False)
+    assert layer is (Support.PLANNER_ONLY if sglang.number < 20 else sglang.family.layer)
+    if layer is Support.PLANNER_ONLY:
         assert attach.active_targets(family, layer) == (family.planner,)
 
 
@@ -254,9 +254,9 @@ def test_a_release_that_was_never_tested_is_an_experiment_where_its_family_is(sg
     release = f"{sglang.version}.post1"
     family, reasons = families.choose(release, experimental=True)
     assert (family, reasons) == (sglang.family, [])
-    layer = families.layer_of(family, release, experimental=False)
-    assert layer is (Layer.TRUTHFUL if sglang.number < 20 else family.layer)
-    assert families.layer_of(family, release, experimental=True) is family.layer
+    layer = families.support_of(family, release, experimental=False)
+    assert layer is (Support.PLANNER_ONLY if sglang.number < 20 else family.layer)
+    assert families.support_of(family, release, experimental=True) is family.layer
 
 
 def test_a_hook_that_was_not_applied_makes_everything_stock(

@@ -334,7 +334,7 @@ def test_third_parties_and_settings_lower_the_budget(
     class Frugal:
         @hookimpl
         def kvarena_budget(self, request: Any) -> int:
-            assert request.most_bytes == FREE + GRANULE
+            assert request.max_bytes == FREE + GRANULE
             assert request.pool.arena.backed_bytes == GRANULE
             return 25_000
 

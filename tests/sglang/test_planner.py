@@ -12,7 +12,7 @@ import torch
 from kvarena.hooks import hookimpl
 from kvarena.plugin.engines.sglang import planner
 from kvarena.plugin.engines.sglang.families.shapes import resolve
-from kvarena.plugin.engines.sglang.families.targets import Layer
+from kvarena.plugin.engines.sglang.families.targets import Support
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.pool import Refusal
@@ -280,10 +280,10 @@ def test_other_pools_get_stocks_answer(
         assert hooked(arguments)
 
 
-@pytest.mark.parametrize("layer", [Layer.TRUTHFUL, None])
+@pytest.mark.parametrize("layer", [Support.PLANNER_ONLY, None])
 @pytest.mark.parametrize("switch", [None, "1"])
 def test_without_us_the_planner_is_stocks_but_never_drops_a_reserve_for_nothing(
-    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, layer: Layer | None, switch: str | None
+    sglang: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, layer: Support | None, switch: str | None
 ) -> None:
     """Up to 0.5.20 stock plans to size a unified pool that it then never sizes; 0.5.22 really does."""
     if switch:

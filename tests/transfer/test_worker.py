@@ -39,12 +39,12 @@ def test_who_waits_without_a_limit_does_the_work() -> None:
 
 def test_one_job_runs_at_a_time_whoever_runs_it() -> None:
     worker = PeerWorker("test")
-    inside, most = 0, 0
+    inside, maximum = 0, 0
 
     def work() -> None:
-        nonlocal inside, most
+        nonlocal inside, maximum
         inside += 1
-        most = max(most, inside)
+        maximum = max(maximum, inside)
         threading.Event().wait(0.002)
         inside -= 1
 
@@ -59,7 +59,7 @@ def test_one_job_runs_at_a_time_whoever_runs_it() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1
+    assert maximum == 1
     assert worker.stop(10)
 
 

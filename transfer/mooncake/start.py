@@ -26,7 +26,7 @@ NOT_REGISTERED = -3
 # Over TCP, Mooncake refuses a batch of more than 2052 operations at once unless this is raised.
 _QUEUE_KNOB = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
 _QUEUE_LENGTH = 65535
-_MOST_OPERATIONS = 16384  # of one batch, as far as it was measured
+_MAX_OPERATIONS = 16384  # of one batch, as far as it was measured
 
 
 def start(hostname: str, protocol: str, device_name: str, timeout: float | None) -> Any:
@@ -73,7 +73,7 @@ def capabilities_of(protocol: str, environ: Mapping[str, str]) -> Capabilities:
         spans_handles=whole_range,
         detects_unmapped=True,
         live_reregistration=protocol == "rdma",
-        max_batch=_MOST_OPERATIONS,
+        max_batch=_MAX_OPERATIONS,
     )
 
 
@@ -82,7 +82,7 @@ def _batch_limit(environ: Mapping[str, str]) -> int:
         queue = int(environ.get(_QUEUE_KNOB, "1024"))
     except ValueError:
         queue = 1024
-    return max(1, min(queue, _MOST_OPERATIONS))
+    return max(1, min(queue, _MAX_OPERATIONS))
 
 
 def _release(version: str) -> tuple[int, ...]:

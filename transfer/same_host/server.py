@@ -28,7 +28,7 @@ __all__ = ["Host", "Server"]
 _log = logging.getLogger(__name__)
 
 # Connections that may say nothing at one time: each holds a descriptor of ours.
-_MOST_SILENT = 64
+_MAX_SILENT = 64
 
 
 class Host(Protocol):
@@ -138,7 +138,7 @@ class Server:
         session.channel.start()
         if self._closed:  # meanwhile, and who closes may not have seen this one
             session.channel.close("the engine was closed")
-        if len(self._silent) > _MOST_SILENT:
+        if len(self._silent) > _MAX_SILENT:
             self._drop_silent()
 
     def _make_room(self) -> None:

@@ -114,7 +114,9 @@ class TransferEngineContract(RegistrationContract, TransferContract):
                 for host, then in zip(hosts, before, strict=True)
             ]
             if all(
-                more <= most for each in grown for more, most in zip(each, self.leak_allowance, strict=True)
+                more <= maximum
+                for each in grown
+                for more, maximum in zip(each, self.leak_allowance, strict=True)
             ):
                 return
             assert time.monotonic() < deadline, f"descriptors, mappings and threads grew by {grown}"

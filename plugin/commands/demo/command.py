@@ -24,9 +24,9 @@ from kvarena.plugin.observe.picture import check_picture, draw_arena
 __all__ = ["add_parser", "run"]
 
 _MEMORY_LIMIT = "24MiB"
-_MOST_NEW_TOKENS = 1 << 16
-_MOST_REQUESTS = 256
-_MOST_GROWTHS = 1000
+_MAX_NEW_TOKENS = 1 << 16
+_MAX_REQUESTS = 256
+_MAX_GROWTHS = 1000
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -175,14 +175,14 @@ def _two_hosts() -> Iterator[TwoHosts]:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name, value, least, most in (
-        ("--requests", args.requests, 1, _MOST_REQUESTS),
-        ("--max-new-tokens", args.max_new_tokens, 1, _MOST_NEW_TOKENS),
+    for name, value, minimum, maximum in (
+        ("--requests", args.requests, 1, _MAX_REQUESTS),
+        ("--max-new-tokens", args.max_new_tokens, 1, _MAX_NEW_TOKENS),
         ("--port", args.port, 0, 65535),
-        ("--grow", args.grow, 0, _MOST_GROWTHS),
+        ("--grow", args.grow, 0, _MAX_GROWTHS),
     ):
-        if not least <= value <= most:
-            raise InputError(f"{name} is {value}.", fix=f"Give {least} to {most}.")
+        if not minimum <= value <= maximum:
+            raise InputError(f"{name} is {value}.", fix=f"Give {minimum} to {maximum}.")
     if args.hosts == 2 and args.port:
         raise InputError("--port is of no use with --hosts 2, whose client has a Unix socket.")
     if args.decode_device is not None and "cpu" in (args.device, args.decode_device):
@@ -213,8 +213,8 @@ def _settings(args: argparse.Namespace, loaded: Settings, limit: int, growth: in
         )
     if args.device != "cpu":
         # The driver gives what the device has; the limit is the pool's own.
-        most = limit - growth if loaded.pool_bytes is None else min(loaded.pool_bytes, limit - growth)
-        return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=most)
+        maximum = limit - growth if loaded.pool_bytes is None else min(loaded.pool_bytes, limit - growth)
+        return msgspec.structs.replace(loaded, transfer=transfer, pool_bytes=maximum)
     return msgspec.structs.replace(
         loaded, transfer=transfer, memory_limit=limit, headroom=loaded.headroom + growth
     )
@@ -222,7 +222,7 @@ def _settings(args: argparse.Namespace, loaded: Settings, limit: int, growth: in
 
 def _plan(args: argparse.Namespace, limit: int) -> tuple[EngineConfig, list[Request]]:
     model = ModelConfig(window=args.window, seed=args.seed)
-    text = read_text(args.input, most_bytes=limit // model.full_token_bytes)
+    text = read_text(args.input, max_bytes=limit // model.full_token_bytes)
     requests = [
         Request(rid, prompt_tokens(prompt), args.max_new_tokens)
         for rid, prompt in enumerate(cut_into_prompts(text, args.requests))
@@ -243,5 +243,5 @@ def _plan(args: argparse.Namespace, limit: int) -> tuple[EngineConfig, list[Requ
 
 def _batch_sizes(requests: int) -> tuple[int, ...]:
     """The captured sizes that so many requests can use."""
-    most = EngineConfig().batch_sizes
-    return tuple(size for index, size in enumerate(most) if index == 0 or most[index - 1] < requests)
+    maximum = EngineConfig().batch_sizes
+    return tuple(size for index, size in enumerate(maximum) if index == 0 or maximum[index - 1] < requests)

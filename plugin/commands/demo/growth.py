@@ -97,4 +97,4 @@ class GrowthDriver:
         grow = self._left[role] % 2 == 0
         self._left[role] -= 1
         self._waiting.add(role)
-        self._send(role, control.Grow(self.nbytes, _LIMIT_S) if grow else control.GiveBack(_LIMIT_S))
+        self._send(role, control.Grow(self.nbytes, _LIMIT_S) if grow else control.Shrink(_LIMIT_S))

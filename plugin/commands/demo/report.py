@@ -19,7 +19,7 @@ from rich.table import Table
 
 __all__ = ["DemoConsole"]
 
-_STAGES = {"finalized": "backed", "given_back": "given back"}
+_STAGES = {"finalized": "backed", "shrunk": "given back"}
 """Events of the timeline that the demo calls otherwise."""
 
 
@@ -177,7 +177,7 @@ def _verdict(report: DemoReport) -> str:
     if not report.ok:
         problems = _count(report.problems, "problem")
         return f"[bold red]failed[/bold red]: {problems}, in {report.seconds:.1f} s"
-    margin = "" if report.least_margin is None else f"{report.least_margin:.1e}"
+    margin = "" if report.min_margin is None else f"{report.min_margin:.1e}"
     noise = "" if report.largest_noise is None else f"{report.largest_noise:.1e}"
     tokens = sum(len(request.tokens) for request in report.requests)
     served = _count(report.requests, "request")

@@ -236,8 +236,8 @@ class Demo:
     def _more_room(self) -> str:
         """Which setting has made the pool as small as it is."""
         settings = self._settings
-        limit, most = settings.memory_limit, settings.pool_bytes
-        if most is not None and (limit is None or most <= limit - settings.headroom):
+        limit, maximum = settings.memory_limit, settings.pool_bytes
+        if maximum is not None and (limit is None or maximum <= limit - settings.headroom):
             return "raise KVARENA_POOL_BYTES" + (" (--memory-limit)" if self._config.on_gpu else "")
         return "raise --memory-limit" + (", or lower KVARENA_HEADROOM" if settings.headroom else "")
 

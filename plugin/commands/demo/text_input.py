@@ -15,7 +15,7 @@ class InputError(KvArenaError):
     """A text that cannot be served."""
 
 
-def read_text(path: str | None, *, most_bytes: int) -> bytes:
+def read_text(path: str | None, *, max_bytes: int) -> bytes:
     """Read a text file, or the passage that the package ships.
 
     Parameters
@@ -37,16 +37,16 @@ def read_text(path: str | None, *, most_bytes: int) -> bytes:
     try:
         with Path(path).open("rb") as file:
             # A size is not asked for: a device or a pipe has none.
-            text = file.read(most_bytes + 1)
+            text = file.read(max_bytes + 1)
     except OSError as error:
         raise InputError(
             f"the input {path} cannot be read: {error.strerror}.", fix="Give a text file with --input."
         ) from error
     if not text:
         raise InputError(f"the input {path} is empty.", fix="Give a file with some text.")
-    if len(text) > most_bytes:
+    if len(text) > max_bytes:
         raise InputError(
-            f"the input {path} is larger than the pool, which holds at most {most_bytes} bytes of text.",
+            f"the input {path} is larger than the pool, which holds at most {max_bytes} bytes of text.",
             fix="Give a shorter file, or raise --memory-limit.",
         )
     if b"\0" in text:

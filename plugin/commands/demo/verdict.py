@@ -34,7 +34,7 @@ class DemoReport(msgspec.Struct, frozen=True):
     problems: list[str]
     """What is wrong, one sentence each; empty when `ok`."""
     requests: list[RequestReport]
-    least_margin: float | None
+    min_margin: float | None
     """Of all steps. Far above `largest_noise`, or equal tokens would be luck."""
     largest_noise: float | None
     """The largest difference between the pair's and the reference's logit of one token."""
@@ -111,7 +111,7 @@ def judge(found: Findings, *, seconds: float) -> DemoReport:
         ok=not problems,
         problems=list(dict.fromkeys(problems)),
         requests=reports,
-        least_margin=min(margins, default=None),
+        min_margin=min(margins, default=None),
         largest_noise=max(noise, default=None),
         processes={str(role): pool for role, pool in last.items() if pool},
         seconds=seconds,

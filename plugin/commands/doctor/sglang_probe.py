@@ -45,7 +45,7 @@ def _installation() -> dict[str, Any]:
     excluded = attach.refused_by_environment()
     found["problems"] = [*([excluded] if excluded else []), *differences]
     if family is not None:
-        layer = families.layer_of(family, release, experimental=experimental)
+        layer = families.support_of(family, release, experimental=experimental)
         targets = attach.active_targets(family, layer)
         found |= {
             "family": family.name,

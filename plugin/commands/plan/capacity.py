@@ -15,7 +15,7 @@ __all__ = [
     "capacity",
     "fits",
     "floor_bytes",
-    "most_slots",
+    "max_slots",
     "requests_of",
     "smallest_bytes",
 ]
@@ -151,7 +151,7 @@ def capacity(
         if not fits(rank, slots(rank, 0), page_size, total):
             return Capacity(0 if _has_tokens(ranks) else None, None, 0, max(totals))
         if rank.token_pools:
-            found.append(_most(partial(_holds, rank, total, page_size, slots), total) * page_size)
+            found.append(_maximum(partial(_holds, rank, total, page_size, slots), total) * page_size)
     tokens = min(found, default=None)
     window = None
     if tokens is not None and any(pool.window is not None for rank in ranks for pool in rank.token_pools):
@@ -160,7 +160,7 @@ def capacity(
     return Capacity(tokens, window, states, max(totals))
 
 
-def most_slots(rank: RankGeometry, total_bytes: int, page_size: int) -> dict[str, int]:
+def max_slots(rank: RankGeometry, total_bytes: int, page_size: int) -> dict[str, int]:
     """Slots of each sub-pool when the others are empty: what a finalized pool calls its sides' sizes."""
     sink = rank.sink_bytes(page_size)
     found = {}
@@ -185,7 +185,7 @@ def requests_of(
         return {name: per_request * (count // page_size) for name, per_request in terms}
 
     found = [
-        _most(partial(_holds, rank, total, page_size, slots), total)
+        _maximum(partial(_holds, rank, total, page_size, slots), total)
         for rank, total in zip(ranks, _per_stage(ranks, total_bytes), strict=True)
         if rank.sub_pools
     ]
@@ -226,7 +226,7 @@ def _states(ranks: Sequence[RankGeometry], totals: Sequence[int], split: Split) 
     return min(found) if split.running_requests is None else split.running_requests
 
 
-def _most(enough: Callable[[int], bool], above: int) -> int:
+def _maximum(enough: Callable[[int], bool], above: int) -> int:
     """The largest count that is enough for, found by halving; 0 where not even 1 is."""
     low, high = 0, 1
     while high <= above and enough(high):

@@ -255,7 +255,7 @@ def _partition(text: str | None) -> list[int] | None:
         raise PlanError(f"--pp-layers {text!r}: {error}.", fix="Write it like 20,20,21.") from error
 
 
-def _whole(least: int, most: int) -> Any:
+def _whole(minimum: int, maximum: int) -> Any:
     """A parser of whole numbers in a range."""
 
     def parse(text: str) -> int:
@@ -263,8 +263,8 @@ def _whole(least: int, most: int) -> Any:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]} is not from {least} to {most}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not from {minimum} to {maximum}")
         return value
 
     return parse

@@ -10,12 +10,12 @@ from typing import Any
 from kvarena.plugin.commands.plan.errors import ConfigError
 from kvarena.plugin.commands.plan.text import printable
 
-__all__ = ["MOST_DIM", "MOST_LAYERS", "MOST_TOKENS", "Fields", "Notes"]
+__all__ = ["MAX_DIM", "MAX_LAYERS", "MAX_TOKENS", "Fields", "Notes"]
 
 #: Nothing published comes near; what is above is a slip, and would only make other numbers absurd.
-MOST_LAYERS = 10_000
-MOST_DIM = 1 << 24
-MOST_TOKENS = 1 << 40
+MAX_LAYERS = 10_000
+MAX_DIM = 1 << 24
+MAX_TOKENS = 1 << 40
 
 _INDEX_NAME = re.compile(r"(layers?|attn|attention|window|swa)(_layers?)?(_(idxs?|ids|index(es)?|indices))?$")
 
@@ -103,7 +103,7 @@ class Fields:
     def error(self, key: str, what: str, *, fix: str = "") -> ConfigError:
         return ConfigError(self.name(key), what, fix=fix)
 
-    def count(self, *keys: str, most: int = MOST_DIM, least: int = 1) -> int | None:
+    def count(self, *keys: str, maximum: int = MAX_DIM, minimum: int = 1) -> int | None:
         """A whole number from the first of several spellings; all that are stated must agree.
 
         Raises
@@ -115,7 +115,7 @@ class Fields:
         for key in keys:
             if not self.stated(key):
                 continue
-            value = self.whole(key, self._data[key], most=most, least=least)
+            value = self.whole(key, self._data[key], maximum=maximum, minimum=minimum)
             if found is not None and found[1] != value:
                 raise self.error(
                     key,
@@ -127,12 +127,12 @@ class Fields:
             return found[1]
         for key in keys:
             if key not in self._data and (default := self.raw(key)) is not None:
-                return self.whole(key, default, most=most, least=least)
+                return self.whole(key, default, maximum=maximum, minimum=minimum)
         return None
 
-    def need(self, *keys: str, most: int = MOST_DIM, why: str = "") -> int:
+    def need(self, *keys: str, maximum: int = MAX_DIM, why: str = "") -> int:
         """`count`, where the plan cannot go on without it."""
-        value = self.count(*keys, most=most)
+        value = self.count(*keys, maximum=maximum)
         if value is None:
             spelt = f" (also read as {', '.join(keys[1:])})" if len(keys) > 1 else ""
             reason = f": {why}" if why else ""
@@ -141,17 +141,19 @@ class Fields:
             )
         return value
 
-    def whole(self, key: str, value: Any, *, most: int = MOST_DIM, least: int = 1) -> int:
+    def whole(self, key: str, value: Any, *, maximum: int = MAX_DIM, minimum: int = 1) -> int:
         """A checked whole number, whatever it was read from."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(
                 key, f"is {_show(value)}, not a whole number", fix="Write it as a number without quotes."
             )
-        if value < least:
-            wanted = "positive" if least == 1 else f"at least {least}"
+        if value < minimum:
+            wanted = "positive" if minimum == 1 else f"at least {minimum}"
             raise self.error(key, f"is {_show(value)}; it must be {wanted}", fix="Correct it, or remove it.")
-        if value > most:
-            raise self.error(key, f"is {_show(value)}; nothing above {most} is believed", fix="Correct it.")
+        if value > maximum:
+            raise self.error(
+                key, f"is {_show(value)}; more than {maximum} is not believed", fix="Correct it."
+            )
         return value
 
     def flag(self, key: str) -> bool | None:
@@ -168,15 +170,15 @@ class Fields:
             raise self.error(key, f"is {_show(value)}; it must be a string")
         return value
 
-    def items(self, key: str, *, most: int = MOST_LAYERS) -> Sequence[Any] | None:
+    def items(self, key: str, *, maximum: int = MAX_LAYERS) -> Sequence[Any] | None:
         """A list, or ``None``."""
         value = self.raw(key)
         if value is None:
             return None
         if not isinstance(value, (list, tuple)):
             raise self.error(key, f"is {_show(value)}; it must be a list")
-        if len(value) > most:
-            raise self.error(key, f"has {len(value)} entries; nothing above {most} is believed")
+        if len(value) > maximum:
+            raise self.error(key, f"has {len(value)} entries; more than {maximum} is not believed")
         return value
 
     def unread_lists(self, entries: int) -> list[str]:
@@ -204,7 +206,7 @@ class Fields:
             return None
         found = []
         for value in values:
-            index = self.whole(key, value, most=layers - 1 + first, least=first) - first
+            index = self.whole(key, value, maximum=layers - 1 + first, minimum=first) - first
             found.append(index)
         return frozenset(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarena.plugin.commands.plan.fields import MOST_LAYERS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_LAYERS, Fields
 from kvarena.plugin.commands.plan.geometry import IndexRow
 
 __all__ = ["index_rows"]
@@ -36,7 +36,7 @@ def _beside_latent(fields: Fields, layers: int, mla: bool) -> list[IndexRow | No
             fix="Give the geometry by options.",
         )
     head_dim = fields.need("index_head_dim", why="index_topk is there, so the indexer has keys")
-    shared = fields.count("index_kpool", most=4096) or 1
+    shared = fields.count("index_kpool", maximum=4096) or 1
     row = IndexRow(-(-(head_dim + head_dim // 128 * 4) // shared))
     fields.note("The sparse-attention indexer keeps an fp8 key per token beside the latent.")
     owners = _owners(fields, layers)
@@ -56,7 +56,7 @@ def _owners(fields: Fields, layers: int) -> list[bool]:
     every = fields.count("index_topk_freq")
     if every is None:
         return [True] * layers
-    offset = fields.count("index_skip_topk_offset", least=0, most=MOST_LAYERS)
+    offset = fields.count("index_skip_topk_offset", minimum=0, maximum=MAX_LAYERS)
     first = 2 if offset is None else offset
     return [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
 
@@ -72,7 +72,7 @@ def _beside_heads(block: Fields, layers: int) -> list[IndexRow | None]:
         if len(values) < layers:
             raise block.error(key, f"has {len(values)} entries for {layers} layers")
         for value in values:
-            block.whole(key, value, least=0, most=MOST_LAYERS)
+            block.whole(key, value, minimum=0, maximum=MAX_LAYERS)
     block.note("Sparse layers keep an index key per token, in 16 bits, beside their heads.")
     return [
         IndexRow((1 if alone else 2) * head_dim * 2) if sparse else None

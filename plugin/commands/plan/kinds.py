@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvarena.plugin.commands.plan.fields import MOST_LAYERS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_LAYERS, Fields
 from kvarena.plugin.commands.plan.layer_sources import LAYER_SOURCES
 from kvarena.plugin.commands.plan.windows import WindowRule, chunk_size, sliding_window
 
@@ -39,19 +39,19 @@ def count_layers(fields: Fields) -> int:
             value = fields.raw(key)
             if isinstance(value, (list, str)) and value:
                 fields.note(f"{fields.name('num_hidden_layers')} is not in the file: the length of {key}.")
-                return fields.whole("num_hidden_layers", len(value), most=MOST_LAYERS)
-    layers = fields.need(*LAYER_COUNT_KEYS, most=MOST_LAYERS)
-    loops = fields.count("loop_num", "num_loops", most=64)
+                return fields.whole("num_hidden_layers", len(value), maximum=MAX_LAYERS)
+    layers = fields.need(*LAYER_COUNT_KEYS, maximum=MAX_LAYERS)
+    loops = fields.count("loop_num", "num_loops", maximum=64)
     if loops is not None and loops > 1:
         fields.note(f"{layers} layers run {loops} times, each time with a cache of its own.")
-        return fields.whole("num_hidden_layers", layers * loops, most=MOST_LAYERS)
+        return fields.whole("num_hidden_layers", layers * loops, maximum=MAX_LAYERS)
     return layers
 
 
 def _twice(fields: Fields) -> int:
     """Layers of LongCat Flash: two for each of its blocks, which some files count and some do not."""
-    blocks = fields.need("num_layers", most=MOST_LAYERS // 2, why="it counts the blocks of two layers")
-    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    blocks = fields.need("num_layers", maximum=MAX_LAYERS // 2, why="it counts the blocks of two layers")
+    layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
     if layers not in (None, blocks, 2 * blocks):
         raise fields.error(
             "num_hidden_layers", f"is {layers}, neither {fields.name('num_layers')} {blocks} nor twice that"
@@ -132,7 +132,7 @@ def _assumed(fields: Fields, layers: int) -> list[str]:
         return ["full"] * layers
     if window.per_layer is not None:
         return ["full" if tokens is None else "sliding" for tokens in window.per_layer]
-    first = fields.count("max_window_layers", least=0, most=MOST_LAYERS)
+    first = fields.count("max_window_layers", minimum=0, maximum=MAX_LAYERS)
     if first is not None:
         return ["sliding" if index >= first else "full" for index in range(layers)]
     fields.note(

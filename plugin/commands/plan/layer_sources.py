@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvarena.plugin.commands.plan.fields import MOST_LAYERS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_LAYERS, Fields
 from kvarena.plugin.commands.plan.windows import chunk_size, sliding_window
 
 __all__ = ["LAYER_SOURCES", "Reader"]
@@ -68,7 +68,7 @@ def _list_of(key: str) -> Reader:
 def _cut(fields: Fields, key: str, words: list[str], layers: int) -> list[str]:
     """A list that may go on with layers for multi-token prediction."""
     extra = len(words) - layers
-    if extra > 0 and fields.count("num_nextn_predict_layers", least=0, most=MOST_LAYERS) == extra:
+    if extra > 0 and fields.count("num_nextn_predict_layers", minimum=0, maximum=MAX_LAYERS) == extra:
         fields.note(f"The last {extra} of {key} are for multi-token prediction: not counted.")
         return words[:layers]
     if extra:
@@ -111,7 +111,7 @@ def _every(key: str, inside: str, outside: str) -> Reader:
     """Each n-th layer is `inside`, the first such being n - 1."""
 
     def read(fields: Fields, layers: int) -> list[str] | None:
-        every = fields.count(key, most=MOST_LAYERS)
+        every = fields.count(key, maximum=MAX_LAYERS)
         if every is None:
             return None
         return [inside if (index + 1) % every == 0 else outside for index in range(layers)]
@@ -159,10 +159,10 @@ def _group_size(fields: Fields, layers: int) -> list[str] | None:
 def _period(fields: Fields, layers: int) -> list[str] | None:
     if fields.model_type.startswith("zamba"):
         return None  # there it does not say where the shared attention is
-    period = fields.count("attn_layer_period", most=MOST_LAYERS)
+    period = fields.count("attn_layer_period", maximum=MAX_LAYERS)
     if period is None:
         return None
-    offset = fields.count("attn_layer_offset", least=0, most=MOST_LAYERS) or 0
+    offset = fields.count("attn_layer_offset", minimum=0, maximum=MAX_LAYERS) or 0
     if offset >= period:
         raise fields.error("attn_layer_offset", f"is {offset}, not below attn_layer_period {period}")
     return ["full" if index % period == offset else "mamba" for index in range(layers)]
@@ -208,13 +208,13 @@ def _gpt_neo(fields: Fields, layers: int) -> list[str] | None:
     for item in fields.items("attention_types") or []:
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list):
             raise fields.error("attention_types", "must be a list of [kinds, repeats]")
-        times = fields.whole("attention_types", item[1], most=MOST_LAYERS)
+        times = fields.whole("attention_types", item[1], maximum=MAX_LAYERS)
         kinds = [_WORDS.get(kind) if isinstance(kind, str) else None for kind in item[0]]
         if None in kinds:
             raise fields.error("attention_types", "names a kind that is not known here")
         found += [kind for kind in kinds if kind is not None] * times
-        if len(found) > MOST_LAYERS:
-            raise fields.error("attention_types", f"makes more than {MOST_LAYERS} layers")
+        if len(found) > MAX_LAYERS:
+            raise fields.error("attention_types", f"makes more than {MAX_LAYERS} layers")
     return _cut(fields, "attention_types", found, layers) if found else None
 
 
@@ -249,11 +249,11 @@ def _pattern(key: str) -> Reader:
             return words
         if isinstance(value, list):
             return _flags(key, {0: "full", 1: "sliding"})(fields, layers)
-        every = fields.need(key, most=MOST_LAYERS)
+        every = fields.need(key, maximum=MAX_LAYERS)
         if fields.model_type.startswith(("modernbert", "cwm")):
             return ["full" if i % every == 0 else "sliding" for i in range(layers)]
-        dense_every = fields.count("prefix_dense_sliding_window_pattern", most=MOST_LAYERS)
-        dense = fields.count("first_k_dense_replace", least=0, most=layers) if dense_every else 0
+        dense_every = fields.count("prefix_dense_sliding_window_pattern", maximum=MAX_LAYERS)
+        dense = fields.count("first_k_dense_replace", minimum=0, maximum=layers) if dense_every else 0
         words = ["full" if (i + 1) % (dense_every or 1) == 0 else "sliding" for i in range(dense or 0)]
         words += ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers - len(words))]
         if fields.model_type.startswith("gemma4"):
@@ -271,7 +271,7 @@ def _chunked(fields: Fields, layers: int) -> list[str] | None:
         return None
     if words := _flags("no_rope_layers", {0: "full", 1: "chunked"})(fields, layers):
         return words
-    interval = fields.count("no_rope_layer_interval", most=MOST_LAYERS) or 4
+    interval = fields.count("no_rope_layer_interval", maximum=MAX_LAYERS) or 4
     fields.note(
         f"{fields.name('no_rope_layers')} is empty or left out: every {interval}th layer has no rope and is "
         "full, as the class sets it."

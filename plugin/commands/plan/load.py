@@ -11,7 +11,7 @@ from kvarena.plugin.commands.plan.errors import PlanError
 __all__ = ["load_config", "quantization_beside", "stored_weight_bytes"]
 
 #: A published configuration is a few kilobytes; some quantized ones list every module.
-_MOST_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
                     fix="Give the folder of a Hugging Face model, or the file itself.",
                 )
         with file.open("rb") as stream:
-            raw = stream.read(_MOST_BYTES + 1)
+            raw = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise PlanError(
             f"{file} does not exist.",
@@ -44,8 +44,8 @@ def load_config(path: str | Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{file} cannot be read: {error}.", fix="Give a readable config.json.") from error
-    if len(raw) > _MOST_BYTES:
-        raise PlanError(f"{file} is larger than {_MOST_BYTES >> 20} MiB.", fix="Give a config.json.")
+    if len(raw) > _MAX_BYTES:
+        raise PlanError(f"{file} is larger than {_MAX_BYTES >> 20} MiB.", fix="Give a config.json.")
     return parse_config(raw, name=str(file))
 
 
@@ -93,7 +93,7 @@ def stored_weight_bytes(path: str | Path) -> int | None:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     index = folder / "model.safetensors.index.json"
     try:
-        if index.is_file() and index.stat().st_size <= _MOST_BYTES:
+        if index.is_file() and index.stat().st_size <= _MAX_BYTES:
             total = json.loads(index.read_bytes()).get("metadata", {}).get("total_size")
             if isinstance(total, (int, float)) and not isinstance(total, bool) and 0 < total < 1 << 60:
                 return int(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvarena.plugin.commands.plan.fields import MOST_LAYERS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_LAYERS, Fields
 from kvarena.plugin.commands.plan.geometry import Layer
 
 __all__ = ["mlp_parameters"]
@@ -64,20 +64,20 @@ def _experts(fields: Fields) -> int:
     block = fields.block("ffn_config")  # DBRX
     if block is not None and (found := block.count("moe_num_experts")):
         return found
-    found = fields.count(*_EXPERTS, least=0)
+    found = fields.count(*_EXPERTS, minimum=0)
     return found if found is not None and found > 1 else 0
 
 
 def _sparse(fields: Fields, index: int, layers: int) -> bool:
     """Whether a layer has experts, by whichever rule the family states."""
-    if index < (fields.count("first_k_dense_replace", least=0, most=MOST_LAYERS) or 0):
+    if index < (fields.count("first_k_dense_replace", minimum=0, maximum=MAX_LAYERS) or 0):
         return False
     only = fields.indices("mlp_only_layers", layers)
     if only is not None and index in only:
         return False
-    period = fields.count("expert_layer_period", most=MOST_LAYERS)
+    period = fields.count("expert_layer_period", maximum=MAX_LAYERS)
     if period is not None:
-        offset = fields.count("expert_layer_offset", least=0, most=MOST_LAYERS) or 0
+        offset = fields.count("expert_layer_offset", minimum=0, maximum=MAX_LAYERS) or 0
         return index % period == offset
     for key in ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq"):
         value = fields.raw(key)
@@ -96,10 +96,10 @@ def _shared_width(fields: Fields, width: int) -> int:
         "shared_intermediate_size",
     ):
         if fields.stated(key):
-            return fields.count(key, least=0) or 0
+            return fields.count(key, minimum=0) or 0
     if fields.model_type.startswith("llama4"):
         return width
-    return width * (fields.count("n_shared_experts", "num_shared_experts", least=0, most=1024) or 0)
+    return width * (fields.count("n_shared_experts", "num_shared_experts", minimum=0, maximum=1024) or 0)
 
 
 def _dense_width(fields: Fields, layer: Layer) -> int:

@@ -82,7 +82,7 @@ def _sizing(sizing: Sizing) -> dict[str, Any]:
         "window_tokens": sizing.capacity.window_tokens,
         "states": sizing.capacity.states,
         "requests": sizing.requests,
-        "most_slots": [dict(slots) for slots in sizing.most_slots],
+        "most_slots": [dict(slots) for slots in sizing.max_slots],
         "mem_fraction_static": sizing.mem_fraction_static,
         "kept_back_bytes": dict(sizing.kept_back),
         "fits": sizing.fits,

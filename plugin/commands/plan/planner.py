@@ -10,7 +10,7 @@ from kvarena.plugin.commands.plan.capacity import (
     Split,
     capacity,
     floor_bytes,
-    most_slots,
+    max_slots,
     requests_of,
 )
 from kvarena.plugin.commands.plan.errors import PlanError
@@ -94,7 +94,7 @@ class Sizing:
     requests: int
     mem_fraction_static: float | None = None
     kept_back: tuple[tuple[str, int], ...] = ()
-    most_slots: tuple[tuple[tuple[str, int], ...], ...] = ()
+    max_slots: tuple[tuple[tuple[str, int], ...], ...] = ()
     serves_one: bool = True
 
     @property
@@ -314,8 +314,8 @@ def _sized(
         requests=requests,
         mem_fraction_static=fraction,
         kept_back=tuple(kept),
-        most_slots=tuple(
-            tuple(most_slots(rank, budget, request.page_size).items())
+        max_slots=tuple(
+            tuple(max_slots(rank, budget, request.page_size).items())
             for rank, budget in zip(ranks, budgets, strict=True)
         ),
         serves_one=all(

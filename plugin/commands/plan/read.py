@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarena.plugin.commands.plan.class_defaults import class_defaults
 from kvarena.plugin.commands.plan.errors import ConfigError
-from kvarena.plugin.commands.plan.fields import MOST_LAYERS, MOST_TOKENS, Fields, Notes
+from kvarena.plugin.commands.plan.fields import MAX_LAYERS, MAX_TOKENS, Fields, Notes
 from kvarena.plugin.commands.plan.geometry import Layer, ModelGeometry, Span
 from kvarena.plugin.commands.plan.indexers import index_rows
 from kvarena.plugin.commands.plan.kinds import (
@@ -145,7 +145,7 @@ def _describes_layers(data: Mapping[str, Any]) -> bool:
 
 def _kv_owners(fields: Fields, layers: int) -> list[bool]:
     """Layers that keep their own KV, and not another layer's."""
-    shared = fields.count("num_kv_shared_layers", "num_kv_reuse_layers", least=0, most=MOST_LAYERS) or 0
+    shared = fields.count("num_kv_shared_layers", "num_kv_reuse_layers", minimum=0, maximum=MAX_LAYERS) or 0
     if shared >= layers:
         raise fields.error("num_kv_shared_layers", f"is {shared} of {layers} layers: none would keep KV")
     if shared:
@@ -162,7 +162,7 @@ def _context_len(fields: Fields) -> int | None:
     keys = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
     for key in keys:
         if fields.stated(key):
-            return fields.count(key, most=MOST_TOKENS)
+            return fields.count(key, maximum=MAX_TOKENS)
     return None
 
 
@@ -205,7 +205,9 @@ def _dtype(fields: Fields, config: Mapping[str, Any]) -> str | None:
 
 
 def _mtp_layers(fields: Fields) -> int:
-    count = fields.count("num_nextn_predict_layers", "mtp_num_hidden_layers", least=0, most=MOST_LAYERS) or 0
+    count = (
+        fields.count("num_nextn_predict_layers", "mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS) or 0
+    )
     if count:
         fields.note(
             f"Layers for multi-token prediction ({count}) are not counted; an engine that drafts with them "

@@ -61,7 +61,7 @@ def refuse_unplanned(fields: Fields, top: Mapping[str, Any]) -> None:
             f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
             fix="Give the geometry by options.",
         )
-    if (fields.count("key_value_group_size", least=0) or 0) > 1:  # SwiftKV; groups of 1 share nothing
+    if (fields.count("key_value_group_size", minimum=0) or 0) > 1:  # SwiftKV; groups of 1 share nothing
         why = "layers of a group share one cache, and which they are is not known here"
         raise fields.error("key_value_group_size", f"is above 1: {why}", fix="Give the geometry by options.")
     for key, why in _NOT_PLANNED.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarena.plugin.commands.plan.fields import MOST_DIM, Fields
+from kvarena.plugin.commands.plan.fields import MAX_DIM, Fields
 from kvarena.plugin.commands.plan.geometry import KVRow, MLARow
 from kvarena.plugin.commands.plan.kinds import HEAD_KEYS, LayerKind
 
@@ -65,7 +65,7 @@ class RowReader:
         if fields.flag("use_mla_nope"):
             fields.note("use_mla_nope is true: the latent has no rope part.")
             return MLARow(rank, 0)
-        rope = fields.count("qk_rope_head_dim", least=0)
+        rope = fields.count("qk_rope_head_dim", minimum=0)
         if rope is None:
             rope = fields.need("qk_rope_head_dim", why="kv_lora_rank is there, so this is MLA")
         return MLARow(rank, rope, fp8_scaled=fields.count("index_topk") is not None)
@@ -110,7 +110,7 @@ class RowReader:
         if head_dim is None:
             head_dim = self._divided(1)
         # 0 is how some files say "not used"; the engines read it so, too.
-        v_head_dim = fields.count("v_head_dim", least=0) or head_dim
+        v_head_dim = fields.count("v_head_dim", minimum=0) or head_dim
         return head_dim, v_head_dim
 
     def _divided(self, times: int) -> int:
@@ -172,7 +172,9 @@ class RowReader:
         values = fields.items(key) or ()
         if len(values) != self._layers:
             raise fields.error(key, f"has {len(values)} entries for {self._layers} layers")
-        found = [0 if value is None else fields.whole(key, value, least=0, most=MOST_DIM) for value in values]
+        found = [
+            0 if value is None else fields.whole(key, value, minimum=0, maximum=MAX_DIM) for value in values
+        ]
         heads = fields.count(*HEAD_KEYS)
         if heads is not None:
             for kv_heads in filter(None, found):

@@ -142,10 +142,10 @@ def _chunked_prefill_size(server: ServerShape, rel: Release) -> int:
 def _decode_max_bs(server: ServerShape, rel: Release) -> int:
     if server.cuda_graph_max_bs is not None:
         return server.cuda_graph_max_bs
-    most = _card_defaults(server, rel)[1]
+    maximum = _card_defaults(server, rel)[1]
     if rel.decode_capped_by_requests and server.max_running_requests is not None:
-        most = min(most, server.max_running_requests)
-    return most
+        maximum = min(maximum, server.max_running_requests)
+    return maximum
 
 
 def _card_defaults(server: ServerShape, rel: Release) -> tuple[int, int]:
@@ -166,12 +166,12 @@ def _card_defaults(server: ServerShape, rel: Release) -> tuple[int, int]:
 
 def _prefill_graphs(server: ServerShape, rel: Release) -> int:
     """How many prefill graphs are captured: denser for short prefills, up to the chunk."""
-    most = _chunked_prefill_size(server, rel)
+    maximum = _chunked_prefill_size(server, rel)
     if rel.pp_prefill_capped and server.pp > 1:
-        most = min(most, _PP_PREFILL_CAP)
+        maximum = min(maximum, _PP_PREFILL_CAP)
     steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256))
-    count = sum(len(range(low, min(high, most) + 1, step)) for low, high, step in steps)
-    return count + len(range(4608, most + 1, 512))
+    count = sum(len(range(low, min(high, maximum) + 1, step)) for low, high, step in steps)
+    return count + len(range(4608, maximum + 1, 512))
 
 
 def _with_fraction(server: ServerShape, terms: list[tuple[str, float]], *, fixed_vlm: bool) -> Reserve:

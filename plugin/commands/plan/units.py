@@ -31,7 +31,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 #: Beyond any machine; a longer number is a slip of the finger.
-_MOST = 1 << 60
+_MAX = 1 << 60
 
 
 def parse_bytes(text: str, *, what: str = "size", zero: bool = False) -> int:
@@ -57,7 +57,7 @@ def parse_bytes(text: str, *, what: str = "size", zero: bool = False) -> int:
     if match is None or unit is None:
         raise PlanError(f"{what} {text!r} is not a size.", fix="Write it like 80GiB, 143771MiB or 141GB.")
     number = float(match[1].replace("_", "")) * unit
-    if not math.isfinite(number) or number > _MOST:
+    if not math.isfinite(number) or number > _MAX:
         raise PlanError(f"{what} {text!r} is larger than any machine.", fix="Check the unit.")
     nbytes = int(number)
     if nbytes <= 0 and not zero:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvarena.plugin.commands.plan.errors import ConfigError
-from kvarena.plugin.commands.plan.fields import MOST_TOKENS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_TOKENS, Fields
 from kvarena.plugin.commands.plan.geometry import KVRow, Layer, MLARow
 from kvarena.plugin.commands.plan.kinds import HEAD_KEYS
 from kvarena.plugin.commands.plan.kv_dtype import quantization_of
@@ -71,7 +71,7 @@ def estimate_weights(model: ReadModel) -> WeightEstimate | None:
     fields = model.fields
     try:
         hidden = fields.need(*HIDDEN_KEYS)
-        vocabulary = fields.count("vocab_size", "padded_vocab_size", most=MOST_TOKENS)
+        vocabulary = fields.count("vocab_size", "padded_vocab_size", maximum=MAX_TOKENS)
         widths = _widths(fields, model.top)
         parameters = 0
         sizes = []
@@ -105,7 +105,7 @@ def _attention_parameters(fields: Fields, layer: Layer, hidden: int) -> int:
     if isinstance(row, MLARow):
         rope = row.qk_rope_head_dim
         nope = fields.count("qk_nope_head_dim") or 128
-        value = fields.count("v_head_dim", least=0) or hidden // heads
+        value = fields.count("v_head_dim", minimum=0) or hidden // heads
         query = heads * (nope + rope)
         query_rank = fields.count("q_lora_rank")
         first = hidden * query if query_rank is None else query_rank * (hidden + query)

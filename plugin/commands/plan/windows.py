@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvarena.plugin.commands.plan.fields import MOST_TOKENS, Fields
+from kvarena.plugin.commands.plan.fields import MAX_TOKENS, Fields
 
 __all__ = ["WindowRule", "chunk_size", "sliding_window"]
 
@@ -65,7 +65,7 @@ def sliding_window(fields: Fields, layers: int, *, needed: bool) -> WindowRule:
         if needed:
             fields.note(f"{fields.name(key)} is null: no window, sliding layers keep every token.")
         return WindowRule()
-    tokens = fields.whole(key, value, least=-MOST_TOKENS, most=MOST_TOKENS)
+    tokens = fields.whole(key, value, minimum=-MAX_TOKENS, maximum=MAX_TOKENS)
     _check_spellings(fields, key, tokens)
     if tokens <= 0:
         fields.note(f"{fields.name(key)} is {tokens}: taken as no window, every layer keeps every token.")
@@ -85,7 +85,7 @@ def chunk_size(fields: Fields, *, needed: bool) -> WindowRule:
         if needed:
             fields.note(f"{fields.name(key)} is null: no chunks, every layer keeps every token.")
         return WindowRule()
-    tokens = fields.whole(key, value, least=-MOST_TOKENS, most=MOST_TOKENS)
+    tokens = fields.whole(key, value, minimum=-MAX_TOKENS, maximum=MAX_TOKENS)
     if tokens <= 0:
         fields.note(f"{fields.name(key)} is {tokens}: taken as no chunks, every layer keeps every token.")
         return WindowRule()
@@ -96,7 +96,7 @@ def _check_spellings(fields: Fields, key: str, tokens: int) -> None:
     for other in _WINDOW_KEYS:
         if other == key or not fields.stated(other):
             continue
-        value = fields.whole(other, fields.raw(other), least=-MOST_TOKENS, most=MOST_TOKENS)
+        value = fields.whole(other, fields.raw(other), minimum=-MAX_TOKENS, maximum=MAX_TOKENS)
         if value == tokens:
             continue
         if tokens > 0:
@@ -111,7 +111,7 @@ def _window_list(fields: Fields, key: str, values: Sequence[object], layers: int
         raise fields.error(key, f"has {len(values)} entries for {layers} layers")
     found: list[int | None] = []
     for value in values:
-        tokens = None if value is None else fields.whole(key, value, least=-MOST_TOKENS, most=MOST_TOKENS)
+        tokens = None if value is None else fields.whole(key, value, minimum=-MAX_TOKENS, maximum=MAX_TOKENS)
         if tokens is not None and tokens <= 0:
             fields.note(f"{fields.name(key)} holds {tokens}: taken as no window for those layers.")
             tokens = None
@@ -124,5 +124,5 @@ def _block_windows(fields: Fields) -> list[int | None]:
     for value in fields.items("block_configs") or ():
         attention = value.get("attention") if isinstance(value, dict) else None
         length = attention.get("window_length") if isinstance(attention, dict) else None
-        found.append(None if length is None else fields.whole("block_configs", length, most=MOST_TOKENS))
+        found.append(None if length is None else fields.whole("block_configs", length, maximum=MAX_TOKENS))
     return found

@@ -163,8 +163,8 @@ def _sub_pools(pool: PoolStatus) -> Table:
 
 
 def _pages(each: SubPoolStatus) -> tuple[str, str, str]:
-    most = f"{each.num_pages * each.slots_per_page:,} {each.unit}" if each.num_pages else "-"
+    maximum = f"{each.num_pages * each.slots_per_page:,} {each.unit}" if each.num_pages else "-"
     if each.live_pages is None or each.free_pages is None:
-        return "-", "-", most
+        return "-", "-", maximum
     live = each.live_pages * each.slots_per_page
-    return f"{each.live_pages:,}", f"{each.free_pages:,}", f"{live:,} of {most}"
+    return f"{each.live_pages:,}", f"{each.free_pages:,}", f"{live:,} of {maximum}"

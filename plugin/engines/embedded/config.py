@@ -29,7 +29,7 @@ FULL: Final = "full"
 WINDOW: Final = "swa"
 """The sub-pool of the layers that see a sliding window."""
 
-_MOST_CHUNK: Final = 2048
+_MAX_CHUNK: Final = 2048
 
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -126,18 +126,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not options.DEVICE.fullmatch(self.device):
             raise SettingError(f"the device is {self.device!r}.", fix="Give cpu, cuda or cuda:<index>.")
-        for name, least in (
+        for name, minimum in (
             ("page_size", 1),
             ("chunk_pages", 1),
             ("context_length", 2),
             ("transfer_pages", 1),
         ):
-            if getattr(self, name) < least:
-                raise SettingError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
-        if self.chunk > _MOST_CHUNK:
+            if getattr(self, name) < minimum:
+                raise SettingError(f"{name} is {getattr(self, name)}, it must be at least {minimum}.")
+        if self.chunk > _MAX_CHUNK:
             raise SettingError(
                 f"a prefill step of {self.chunk_pages} pages of {self.page_size} has {self.chunk} tokens, "
-                f"the most are {_MOST_CHUNK}.",
+                f"the most are {_MAX_CHUNK}.",
                 fix="Lower chunk_pages or page_size.",
             )
         sizes = self.batch_sizes
@@ -201,7 +201,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # One more page of each kind for slot 0, which no sequence gets.
         return self.max_running * self.sequence_bytes(self.context_length) + sum(self.page_bytes())
 
-    def least_bytes(self, *, granularity: int, headroom: int) -> int:
+    def min_bytes(self, *, granularity: int, headroom: int) -> int:
         """The least memory in which one request of one chunk can be served.
 
         Parameters
@@ -230,16 +230,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         free_bytes : int
             What the device has now; 0 where it is known to be too little.
         """
-        least = self._cost().total_bytes(self.chunk)
-        if settings.pool_bytes is not None and settings.pool_bytes < least:
+        minimum = self._cost().total_bytes(self.chunk)
+        if settings.pool_bytes is not None and settings.pool_bytes < minimum:
             return (
                 f"a limit of {settings.pool_bytes} bytes on the pool",
-                f"The least that works is {least} bytes: raise KVARENA_POOL_BYTES"
+                f"The least that works is {minimum} bytes: raise KVARENA_POOL_BYTES"
                 + (" (the demo's --memory-limit)." if self.on_gpu else "."),
             )
-        least = self.least_bytes(granularity=granularity, headroom=settings.headroom)
+        minimum = self.min_bytes(granularity=granularity, headroom=settings.headroom)
         limit = None if self.on_gpu else settings.memory_limit
-        if min(free_bytes, free_bytes if limit is None else limit) >= least:
+        if min(free_bytes, free_bytes if limit is None else limit) >= minimum:
             return None
         if limit is None:
             given, remedy = "the memory that is free", "free memory on the device"
@@ -249,7 +249,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if settings.headroom:
             given += f", less a headroom of {settings.headroom} bytes,"
             remedy += ", or lower KVARENA_HEADROOM"
-        return given, f"The least that works is {least} bytes: {remedy}."
+        return given, f"The least that works is {minimum} bytes: {remedy}."
 
     def sizing_request(self, *, driver: str | None, transfer_backend: str | None) -> SizingRequest:
         """What the planners are asked about this engine.

@@ -21,7 +21,6 @@ __all__ = [
     "Eager",
     "Finished",
     "Generate",
-    "GiveBack",
     "Grow",
     "Hello",
     "Message",
@@ -34,6 +33,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Resized",
+    "Shrink",
     "Stop",
     "Stopped",
     "Welcome",
@@ -97,7 +97,7 @@ class Grow(_Message, frozen=True):
     """How long to try."""
 
 
-class GiveBack(_Message, frozen=True):
+class Shrink(_Message, frozen=True):
     """Client to either: give back what the pool grew by last, once nothing there is in use."""
 
     limit_s: float = 10.0
@@ -220,6 +220,6 @@ class Ping(_Message, frozen=True):
 
 Message = (
     Online | Progress | Ready | Connect | Connected | Generate | Cancel | Finished | CompareEager | Eager
-    | Stop | Stopped | Grow | GiveBack | Resized | Hello | Welcome | Refused | Prefill | PrefillDone
+    | Stop | Stopped | Grow | Shrink | Resized | Hello | Welcome | Refused | Prefill | PrefillDone
     | PrefillFailed | Abort | Ping
 )  # fmt: skip

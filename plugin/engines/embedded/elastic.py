@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.embedded.config import FULL, WINDOW
-from kvarena.plugin.engines.embedded.control import GiveBack, Grow, Resized
+from kvarena.plugin.engines.embedded.control import Grow, Resized, Shrink
 from kvarena.pool.errors import AllocatorError, PoolSizeError
 from kvarena.transfer import LeaseTable, QuiesceTimeout
 
@@ -27,7 +27,7 @@ class GrowthCounts(msgspec.Struct):
     """What an elastic pool has been through."""
 
     grown: int = 0
-    given_back: int = 0
+    shrunk: int = 0
     refused: int = 0
     """Changes that could not be made."""
     waited: int = 0
@@ -55,7 +55,7 @@ class Elastic:
     def __init__(self, engine: Engine, leases: LeaseTable | None = None) -> None:
         self._engine = engine
         self._leases = leases
-        self._asked: deque[Grow | GiveBack] = deque()
+        self._asked: deque[Grow | Shrink] = deque()
         self._began: float | None = None
         self._tries = 0
         # Memory goes back in the portions in which it came: a handle cannot be cut.
@@ -69,7 +69,7 @@ class Elastic:
         """Whether a change waits to be made."""
         return bool(self._asked)
 
-    def ask(self, change: Grow | GiveBack) -> None:
+    def ask(self, change: Grow | Shrink) -> None:
         """Make a change in a later step, after those that were asked for before."""
         self._asked.append(change)
 
@@ -108,7 +108,7 @@ class Elastic:
         self._began, self._tries, self.holding = None, 0, False
         return [resized]
 
-    def _make(self, change: Grow | GiveBack) -> None:
+    def _make(self, change: Grow | Shrink) -> None:
         ledger = self._engine.ledger
         if not ledger.engine.capabilities.live_reregistration and ledger.gate.in_flight:
             # Its regions can only be replaced, and that would wait here, where the transfers are polled.
@@ -116,7 +116,7 @@ class Elastic:
         if isinstance(change, Grow):
             self._grow(change.nbytes)
         else:
-            self._give_back()
+            self._shrink()
         self._engine.check()
 
     def _grow(self, nbytes: int) -> None:
@@ -125,7 +125,7 @@ class Elastic:
         engine.lifecycle.grow(before + nbytes, engine.allocator)
         self._sizes.append(before)
 
-    def _give_back(self) -> None:
+    def _shrink(self) -> None:
         engine = self._engine
         if not self._sizes:
             raise KvArenaError("the pool has nothing to give back.", fix="Let it grow first.")
@@ -134,7 +134,7 @@ class Elastic:
             raise NotNow(f"the sequences that run were promised more than {size} bytes.")
         try:
             with self._without_tail(size):
-                engine.lifecycle.give_back(size, engine.allocator)
+                engine.lifecycle.shrink(size, engine.allocator)
         except (AllocatorError, PoolSizeError, QuiesceTimeout) as error:
             raise NotNow(str(error)) from error
         self._sizes.pop()
@@ -143,14 +143,14 @@ class Elastic:
         pool = self._engine.pool
         return _Tail(self._leases, {name: size // pool.page_bytes(name) for name in (FULL, WINDOW)})
 
-    def _count(self, change: Grow | GiveBack, in_flight: int, error: str) -> None:
+    def _count(self, change: Grow | Shrink, in_flight: int, error: str) -> None:
         counts = self.counts
         counts.refused += bool(error)
         counts.waited += self._tries > 1
         if not error:
             counts.in_flight += in_flight
             counts.grown += isinstance(change, Grow)
-            counts.given_back += isinstance(change, GiveBack)
+            counts.shrunk += isinstance(change, Shrink)
         self._engine.note(growth=msgspec.to_builtins(counts))
 
 

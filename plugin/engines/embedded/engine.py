@@ -192,7 +192,7 @@ class Engine:
             raise self._too_small(error) from error
         except PoolSizeError as error:
             raise SettingError(
-                f"a pool of {nbytes} bytes was asked for, one request needs {error.least}.",
+                f"a pool of {nbytes} bytes was asked for, one request needs {error.minimum}.",
                 fix="Reserve more, or lower the context length or the page size.",
             ) from error
 

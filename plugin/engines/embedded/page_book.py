@@ -75,19 +75,19 @@ class PageBook:
             The prompt alone does not fit, however long one waits.
         """
         capacity = self.capacity_tokens()
-        most = min(capacity, self._config.context_length)
+        maximum = min(capacity, self._config.context_length)
         prompt = sequence.prompt_length
-        if prompt > most:
-            what = "the pool" if most == capacity else "a sequence of this engine"
+        if prompt > maximum:
+            what = "the pool" if maximum == capacity else "a sequence of this engine"
             raise TooLong(
-                f"the prompt has {prompt} tokens, {what} holds {most}.",
+                f"the prompt has {prompt} tokens, {what} holds {maximum}.",
                 fix="Send a shorter prompt, or give the pool more memory.",
             )
         tokens = prompt
         if generates:
             # The last generated token needs no KV.
-            sequence.most_new_tokens = min(sequence.request.max_new_tokens, most - prompt + 1)
-            tokens += sequence.most_new_tokens - 1
+            sequence.max_new_tokens = min(sequence.request.max_new_tokens, maximum - prompt + 1)
+            tokens += sequence.max_new_tokens - 1
         needed = self._config.sequence_bytes(tokens)
         if self._committed + needed > self.usable_bytes:
             return False

@@ -25,7 +25,7 @@ __all__ = [
 
 _SILENCE: Final = 0.75
 _PINGS: Final = 8
-_MOST_PING_S: Final = 0.25
+_MAX_PING_S: Final = 0.25
 
 
 class PeerLost(KvArenaError):
@@ -39,7 +39,7 @@ def silence_limit(timeout: float) -> float:
 
 def ping_interval(timeout: float) -> float:
     """Seconds between two signs of life: often enough that several may go missing."""
-    return min(timeout / _PINGS, _MOST_PING_S)
+    return min(timeout / _PINGS, _MAX_PING_S)
 
 
 def make_manifest(config: EngineConfig, pool: UnifiedKVPool) -> Manifest:

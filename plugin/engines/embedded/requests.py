@@ -50,7 +50,7 @@ class Sequence:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.most_new_tokens = request.max_new_tokens
+        self.max_new_tokens = request.max_new_tokens
         """What the request asks for, or less where the pool holds less."""
         self.generated: list[int] = []
         self.logits: list[float] = []
@@ -81,7 +81,7 @@ class Sequence:
     @property
     def finished(self) -> bool:
         """Whether no further token is to come."""
-        return len(self.generated) >= self.most_new_tokens or self.generated[-1:] == [EOS]
+        return len(self.generated) >= self.max_new_tokens or self.generated[-1:] == [EOS]
 
     def append(self, token: int, logit: float, margin: float) -> None:
         """Take a generated token."""

@@ -93,10 +93,10 @@ class StepRunner:
 
     def decode(self, rows: Sequence[Row]) -> list[Choice]:
         """Compute one token for each row, in the smallest captured shapes that hold them."""
-        most = self._decode[-1].rows
+        maximum = self._decode[-1].rows
         choices: list[Choice] = []
-        for start in range(0, len(rows), most):
-            part = rows[start : start + most]
+        for start in range(0, len(rows), maximum):
+            part = rows[start : start + maximum]
             choices += _smallest(self._decode, part).run(part)
         return choices
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Outbox"]
 
-_MOST_RESENDS: Final = 2
+_MAX_RESENDS: Final = 2
 
 
 class Job(msgspec.Struct, eq=False):
@@ -104,15 +104,15 @@ class Outbox:
 
     def _moves(self, job: Job) -> list[dict[str, PageMoves]]:
         """The pages to write, `transfer_pages` a submission."""
-        most = self._engine.config.transfer_pages
+        maximum = self._engine.config.transfer_pages
         moves = []
         for name, source in self._engine.book.physical_pages(job.sequence).items():
             target = job.lease.pages.get(name, ())
             if len(source) != len(target):
                 raise PageError(f"{len(source)} pages of {name!r} were computed, {len(target)} are leased.")
             moves += [
-                {name: PageMoves(source[start : start + most], target[start : start + most])}
-                for start in range(0, len(source), most)
+                {name: PageMoves(source[start : start + maximum], target[start : start + maximum])}
+                for start in range(0, len(source), maximum)
             ]
             job.written[name] = len(source)
         return moves
@@ -126,7 +126,7 @@ class Outbox:
             return late
         if job.failure or not job.broke:
             return True
-        if late or job.resends >= _MOST_RESENDS or self._engine.channel.leased is not None:
+        if late or job.resends >= _MAX_RESENDS or self._engine.channel.leased is not None:
             # Leased pages are written once: an engine that sees to that has told the receiver already.
             job.failure = job.broke
             return True

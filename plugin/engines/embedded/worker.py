@@ -126,7 +126,7 @@ class _Worker:
                 for message in self._messages():
                     if isinstance(message, control.Connect):
                         server.connect(message.address)
-                    elif isinstance(message, (control.Grow, control.GiveBack)):
+                    elif isinstance(message, (control.Grow, control.Shrink)):
                         server.elastic.ask(message)
                     elif isinstance(message, control.Stop):
                         return
@@ -149,7 +149,7 @@ class _Worker:
                         server.submit(message.request)
                     elif isinstance(message, control.Cancel):
                         server.cancel(message.rid)
-                    elif isinstance(message, (control.Grow, control.GiveBack)):
+                    elif isinstance(message, (control.Grow, control.Shrink)):
                         server.elastic.ask(message)
                     elif isinstance(message, control.Stop):
                         server.stop()

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvarena.plugin.engines.sglang import families
 from kvarena.plugin.engines.sglang.families.shapes import missing, resolve
-from kvarena.plugin.engines.sglang.families.targets import Family, Kind, Layer, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, Kind, Support, Target
 from kvarena.plugin.engines.sglang.runtime import runtime
 
 __all__ = [
@@ -59,7 +59,7 @@ def attach() -> bool:
             "; ".join(reasons),
         )
         return False
-    layer = families.layer_of(family, release, experimental=settings.sglang_experimental)
+    layer = families.support_of(family, release, experimental=settings.sglang_experimental)
     runtime.settings, runtime.family, runtime.layer, runtime.release = settings, family, layer, release
     _register(family, layer)
     runtime.attached = True
@@ -76,15 +76,15 @@ def release_of_sglang() -> str | None:
     return version.partition("+")[0]
 
 
-def active_targets(family: Family, layer: Layer) -> tuple[Target, ...]:
+def active_targets(family: Family, layer: Support) -> tuple[Target, ...]:
     """The targets that a layer needs, without the optional ones that are not there."""
-    if layer is Layer.TRUTHFUL:
+    if layer is Support.PLANNER_ONLY:
         return (family.planner,)
     absent = missing(family)
     return tuple(target for target in family.targets if target not in absent)
 
 
-def application_problems(family: Family, layer: Layer) -> list[str]:
+def application_problems(family: Family, layer: Support) -> list[str]:
     """Why the hooks may not act, one line each.
 
     SGLang logs and swallows what goes wrong while it applies hooks, so that a plugin can be half
@@ -154,7 +154,7 @@ def _registry_differences() -> list[str]:
     return found
 
 
-def _register(family: Family, layer: Layer) -> None:
+def _register(family: Family, layer: Support) -> None:
     registry = resolve(f"{_REGISTRY}.HookRegistry")
     around = resolve(f"{_REGISTRY}.HookType").AROUND
     for target in active_targets(family, layer):
@@ -164,7 +164,7 @@ def _register(family: Family, layer: Layer) -> None:
             setattr(resolve(owner), name, handler)
         elif not any(hook is handler for _, hook, _ in registry._hooks.get(target.path, ())):
             registry.register(target.path, handler, around)
-    if layer is not Layer.TRUTHFUL and runtime.settings is not None and runtime.settings.same_host:
+    if layer is not Support.PLANNER_ONLY and runtime.settings is not None and runtime.settings.same_host:
         from kvarena.plugin.engines.sglang.same_host.engine_hooks import register_hooks
 
         register_hooks(registry, around)

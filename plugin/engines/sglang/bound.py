@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from kvarena.pool import Arena, Driver
     from kvarena.transfer import RegistrationLedger
 
-__all__ = ["BoundPool", "bound_of"]
+__all__ = ["SglangPool", "bound_of"]
 
 _ATTRIBUTE = "_kvarena_bound"
 
 
 @final
-class BoundPool:
+class SglangPool:
     """What kvarena's hooks are given inside SGLang, where they get its own pool elsewhere.
 
     It also stands where SGLang 0.5.22 and later keep the owner of their VMM memory, and answers as that
@@ -146,28 +146,28 @@ class BoundPool:
         PoolSizeError
             No count, more than is reserved, or too few for one request; the error names the terms.
         """
-        least, most = self.floor_bytes, self.reserved_bytes
+        minimum, maximum = self.floor_bytes, self.reserved_bytes
         if isinstance(total_bytes, bool) or not isinstance(total_bytes, int):
             raise PoolSizeError(
                 f"config.unified_memory_pool_bytes is {total_bytes!r}, no count of bytes.",
                 requested=None,
-                least=least,
-                most=most,
+                minimum=minimum,
+                maximum=maximum,
             )
-        if total_bytes > most:
+        if total_bytes > maximum:
             raise PoolSizeError(
-                f"{total_bytes} bytes do not fit the {most} that are reserved.",
+                f"{total_bytes} bytes do not fit the {maximum} that are reserved.",
                 requested=total_bytes,
-                least=least,
-                most=most,
+                minimum=minimum,
+                maximum=maximum,
             )
-        if total_bytes < least:
+        if total_bytes < minimum:
             terms = ", ".join(f"{name} {nbytes}" for name, nbytes in self.floor_terms) or "one page of each"
             raise PoolSizeError(
-                f"{total_bytes} bytes cannot hold one request, which needs {least} ({terms}).",
+                f"{total_bytes} bytes cannot hold one request, which needs {minimum} ({terms}).",
                 requested=total_bytes,
-                least=least,
-                most=most,
+                minimum=minimum,
+                maximum=maximum,
                 fix="Raise --mem-fraction-static, lower --context-length, or free memory on the device.",
             )
         return total_bytes
@@ -247,11 +247,11 @@ class BoundPool:
         self.closed = True
 
 
-def bound_of(owner: Any) -> BoundPool | None:
+def bound_of(owner: Any) -> SglangPool | None:
     """The arena beneath one of SGLang's pools or allocators; None: it is stock's own memory."""
     for pool in _pools_of(owner):
         bound = getattr(pool, _ATTRIBUTE, None)
-        if isinstance(bound, BoundPool):
+        if isinstance(bound, SglangPool):
             return bound
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.families.targets import Family, SizeRule
 from kvarena.pool.errors import AllocatorError, PoolStateError
 
@@ -39,7 +39,7 @@ class Saved:
         self._then.clear()
 
 
-def check_resizable(allocator: Any, bound: BoundPool, config: Any) -> None:
+def check_resizable(allocator: Any, bound: SglangPool, config: Any) -> None:
     """Refuse what a resize would corrupt; nothing is changed.
 
     Raises
@@ -67,7 +67,7 @@ def check_resizable(allocator: Any, bound: BoundPool, config: Any) -> None:
             )
 
 
-def take_capacity(allocator: Any, bound: BoundPool, config: Any, family: Family) -> Saved:
+def take_capacity(allocator: Any, bound: SglangPool, config: Any, family: Family) -> Saved:
     """Give a hybrid-SWA allocator, its pools and their parts the size that the pool has now.
 
     Every field ends as in an allocator that was built over a pool of this size (measured by comparing
@@ -87,7 +87,7 @@ def take_capacity(allocator: Any, bound: BoundPool, config: Any, family: Family)
     return saved
 
 
-def _take(saved: Saved, allocator: Any, bound: BoundPool, config: Any, family: Family) -> None:
+def _take(saved: Saved, allocator: Any, bound: SglangPool, config: Any, family: Family) -> None:
     pool, kv = bound.pool, allocator._kvcache
     full, window = allocator.full_attn_allocator, allocator.swa_attn_allocator
     for side in (full, window):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from kvarena.errors import KvArenaError
-from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
-from kvarena.plugin.engines.sglang.families.targets import Layer
+from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
+from kvarena.plugin.engines.sglang.families.targets import Support
 from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import announce_reserved
 from kvarena.plugin.engines.sglang.runtime import runtime
@@ -64,7 +64,7 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     Stock's constructor runs on ``meta``, where it touches no byte; the views are then made again, by the
     pool's own builders, over the arena.
     """
-    hardened = runtime.layer is Layer.HARDENED
+    hardened = runtime.layer is Support.NATIVE
     if hardened:
         wanted = runtime.acts() and bool(runtime.planned) and bool(kwargs.get("post_capture_active"))
     else:
@@ -93,7 +93,7 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
 
 def _lay_over_arena(
     pool: Any, device: Any, floor_terms: Sequence[tuple[str, int]]
-) -> tuple[BoundPool, float, float]:
+) -> tuple[SglangPool, float, float]:
     """The pool over an arena, and the milliseconds that the addresses and the sink took."""
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
@@ -112,8 +112,8 @@ def _lay_over_arena(
         arena.back(sink)
         backed = time.perf_counter()
         _rebind(pool, arena.tensor[:raw_bytes], device)
-        bound = BoundPool(pool, arena, sink_bytes=sink, floor_terms=floor_terms)
-        if runtime.layer is Layer.HARDENED:
+        bound = SglangPool(pool, arena, sink_bytes=sink, floor_terms=floor_terms)
+        if runtime.layer is Support.NATIVE:
             pool.post_capture_active = True
             pool._post_capture_owner = bound
             pool._accessible_bytes = sink

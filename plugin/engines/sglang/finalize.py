@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvarena.plugin.engines.sglang.bound import BoundPool, bound_of
+from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
 from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import watch
@@ -75,7 +75,7 @@ def finalize_backing(original: Callable[..., Any], self: Any, config: Any) -> An
     return None
 
 
-def _poison(bound: BoundPool) -> None:
+def _poison(bound: SglangPool) -> None:
     """SGLang's debug switch (0.5.18 and later): reads of bytes that nobody wrote fail. The sink is read."""
     from sglang.srt.environ import envs
 

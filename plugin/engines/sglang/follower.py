@@ -11,7 +11,7 @@ from kvarena.plugin.engines.sglang.runtime import logger, runtime
 from kvarena.transfer import Region, RegistrationLedger, TransferEngine
 
 if TYPE_CHECKING:
-    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.bound import SglangPool
 
 __all__ = ["PoolFollower", "tell"]
 
@@ -27,7 +27,7 @@ class PoolFollower(ABC):
         With which.
     """
 
-    def __init__(self, bound: BoundPool, engine: TransferEngine) -> None:
+    def __init__(self, bound: SglangPool, engine: TransferEngine) -> None:
         self.bound = bound
         self.ledger = RegistrationLedger(engine, on_change=tell)
         bound.ledgers.append(self.ledger)

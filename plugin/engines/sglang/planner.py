@@ -11,7 +11,7 @@ from typing import Any
 
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.families.choice import is_experimental
-from kvarena.plugin.engines.sglang.families.targets import Layer
+from kvarena.plugin.engines.sglang.families.targets import Support
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
 from kvarena.plugin.engines.sglang.resolution import current_resolution
 from kvarena.plugin.engines.sglang.runtime import runtime
@@ -62,9 +62,9 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
     problems = runtime.problems()
     if problems or family is None or layer is None:
         return tuple(Refusal("not_applied", "", problem) for problem in problems)
-    if layer is Layer.TRUTHFUL:
+    if layer is Support.PLANNER_ONLY:
         return (_release_refusal(),)
-    hardened = layer is Layer.HARDENED
+    hardened = layer is Support.NATIVE
     try:
         _say_what_has_no_effect(server_args)
         found = list(own_refusals(server_args, own_virtual_ids=family.own_virtual_ids))
@@ -120,7 +120,7 @@ def _collect(request: Any) -> list[Refusal]:
 
 def _stock_agrees(original: Callable[[Any], bool], server_args: Any) -> bool:
     """Stock's conditions, as if sizing were on (and unified memory off, where stock rejects that)."""
-    with _lock, _switched_on(), _unified_hidden(runtime.layer is Layer.BACKPORT):
+    with _lock, _switched_on(), _unified_hidden(runtime.layer is Support.BACKPORT):
         return bool(original(server_args))
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 from kvarena.plugin.closing import failures_of
-from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.follower import PoolFollower, tell
 from kvarena.plugin.engines.sglang.runtime import runtime
@@ -137,7 +137,7 @@ class KvRegistration(PoolFollower):
 
     def __init__(
         self,
-        bound: BoundPool,
+        bound: SglangPool,
         kv_args: Any,
         engine: TransferEngine,
         engine_for: Callable[[str], TransferEngine],
@@ -209,7 +209,7 @@ class KvRegistration(PoolFollower):
                         lens[index] = active
 
 
-def _is_registered(manager: Any, bound: BoundPool) -> bool:
+def _is_registered(manager: Any, bound: SglangPool) -> bool:
     """Whether a manager asks again for what it has already.
 
     SGLang has managers unregister before they release memory and register when it is back, but a NIXL
@@ -219,7 +219,7 @@ def _is_registered(manager: Any, bound: BoundPool) -> bool:
     return registration is not None and registration.bound is bound and registration.stands
 
 
-def _arena_of(kv_args: Any) -> BoundPool | None:
+def _arena_of(kv_args: Any) -> SglangPool | None:
     if not runtime.pools:
         return None  # nothing of stock's is looked at, which may have any shape
     found = {id(pool): pool for b in _buffers(kv_args) if (pool := runtime.pool_at(b.region.address))}

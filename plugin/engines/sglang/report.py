@@ -13,7 +13,7 @@ from kvarena.plugin.observe.status.usage import PageUsage
 from kvarena.plugin.observe.timeline import Timeline
 
 if TYPE_CHECKING:
-    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.bound import SglangPool
     from kvarena.pool import PostCaptureKVResize
 
 __all__ = ["PoolReport", "announce_finalized", "announce_reserved", "watch"]
@@ -33,7 +33,7 @@ class PoolReport:
         Whether a status is kept, and where metrics are served.
     """
 
-    def __init__(self, bound: BoundPool, settings: Settings) -> None:
+    def __init__(self, bound: SglangPool, settings: Settings) -> None:
         self.timeline = Timeline()
         self.reporter = StatusReporter(
             settings, self.timeline, ledgers=lambda: tuple(bound.ledgers), name="sglang"
@@ -57,12 +57,12 @@ class PoolReport:
             self._metrics.close()
 
 
-def gpu_index(bound: BoundPool) -> int:
+def gpu_index(bound: SglangPool) -> int:
     """Which GPU of those that this process sees a pool is on; 0 for host memory."""
     return bound.device.index or 0
 
 
-def announce_reserved(bound: BoundPool, *, reserve_ms: float, sink_ms: float) -> None:
+def announce_reserved(bound: SglangPool, *, reserve_ms: float, sink_ms: float) -> None:
     """A pool stands with its sink: start its report, and tell the hooks."""
     report = PoolReport(bound, runtime.settings or Settings(enable=True))
     bound.report = report
@@ -75,7 +75,7 @@ def announce_reserved(bound: BoundPool, *, reserve_ms: float, sink_ms: float) ->
 
 
 def announce_finalized(
-    bound: BoundPool, resize: PostCaptureKVResize, *, milliseconds: float, attempts: int, ranks: int
+    bound: SglangPool, resize: PostCaptureKVResize, *, milliseconds: float, attempts: int, ranks: int
 ) -> None:
     """A pool has its size on every rank."""
     report: PoolReport | None = bound.report
@@ -99,7 +99,7 @@ def announce_finalized(
     )
 
 
-def watch(bound: BoundPool, allocator: Any) -> None:
+def watch(bound: SglangPool, allocator: Any) -> None:
     """Show live and free pages of SGLang's allocator in the status."""
     if bound.report is not None:
         bound.report.reporter.watch(_Usage(allocator))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from kvarena.hooks import HookManager
     from kvarena.plugin.config import Settings
-    from kvarena.plugin.engines.sglang.bound import BoundPool
-    from kvarena.plugin.engines.sglang.families.targets import Family, Layer
+    from kvarena.plugin.engines.sglang.bound import SglangPool
+    from kvarena.plugin.engines.sglang.families.targets import Family, Support
     from kvarena.plugin.engines.sglang.session import ResizeSession
 
 __all__ = ["Runtime", "current_session", "runtime"]
@@ -31,12 +31,12 @@ class Runtime:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.family: Family | None = None
-        self.layer: Layer | None = None
+        self.layer: Support | None = None
         self.release = ""
         self.attached = False
         self.planned: bool | None = None
         """What the planner said last for a unified pool; None: it was not asked."""
-        self.pools: list[BoundPool] = []
+        self.pools: list[SglangPool] = []
         self._manager: HookManager | None = None
         self._problems: list[str] | None = None
         self._said: set[str] = set()
@@ -66,7 +66,7 @@ class Runtime:
         """Whether every target of the release stands; otherwise each hook does what stock does."""
         return not self.problems()
 
-    def pool_at(self, address: int) -> BoundPool | None:
+    def pool_at(self, address: int) -> SglangPool | None:
         """The pool whose addresses hold this one."""
         for pool in self.pools:
             if pool.arena.base <= address < pool.arena.base + pool.arena.reserved_bytes:

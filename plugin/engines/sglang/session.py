@@ -10,7 +10,7 @@ from typing import Any, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest
-from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.families.targets import Family
 from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
 from kvarena.plugin.engines.sglang.report import announce_finalized
@@ -49,7 +49,7 @@ class ResizeSession:
         Whose figures SGLang sets; put back when the resize fails.
     """
 
-    def __init__(self, bound: BoundPool, family: Family, *, ranks: Ranks, runner: Any = None) -> None:
+    def __init__(self, bound: SglangPool, family: Family, *, ranks: Ranks, runner: Any = None) -> None:
         self.bound = bound
         self.attempts = 0
         self.backing_ms = 0.0
@@ -227,15 +227,17 @@ class ResizeSession:
     def _allowed(self, budget: int) -> int:
         """SGLang's budget, or less if a hook or the operator says so."""
         settings = runtime.settings
-        most = budget if settings is None or settings.pool_bytes is None else min(budget, settings.pool_bytes)
+        maximum = (
+            budget if settings is None or settings.pool_bytes is None else min(budget, settings.pool_bytes)
+        )
         request = BudgetRequest(
             self.bound,  # type: ignore[arg-type]
             self.bound.driver,
             headroom_bytes=0 if settings is None else settings.headroom,
-            most_bytes=most,
+            max_bytes=maximum,
         )
         answer = runtime.manager.hook.kvarena_budget(request=request)
-        return most if answer is None else min(most, int(answer))
+        return maximum if answer is None else min(maximum, int(answer))
 
     def _solve(self) -> Any:
         assert self._solver is not None

@@ -22,7 +22,7 @@ __all__ = ["Found", "StatusFile", "directory_of", "exists", "find"]
 
 _SUFFIX = ".status.json"
 #: A status file is some tens of KiB; whatever is larger is none.
-_MOST_BYTES = 8 << 20
+_MAX_BYTES = 8 << 20
 
 State = Literal["running", "dead", "elsewhere", "unreadable"]
 
@@ -183,11 +183,11 @@ def _contents(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
             raise OSError(0, "no file of a few KiB")
         if about.st_uid != os.geteuid():
             raise OSError(0, f"belongs to user {about.st_uid}")
-        return file.read(_MOST_BYTES)
+        return file.read(_MAX_BYTES)
 
 
 def _check(directory: Path, *, create: bool = False) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder"]
 
-_MOST_SAMPLES: Final = 600
-_MOST_MARKS: Final = 200
+_MAX_SAMPLES: Final = 600
+_MAX_MARKS: Final = 200
 _FIRST_INTERVAL_S: Final = 0.05
 
 
@@ -65,10 +65,10 @@ class Recorder:
             if mark:
                 self._marks.append(taken)
                 # The first and the last tell most: how it came to serve, and what is happening now.
-                del self._marks[_MOST_MARKS // 4 : -_MOST_MARKS * 3 // 4]
+                del self._marks[_MAX_MARKS // 4 : -_MAX_MARKS * 3 // 4]
                 return
             self._steady.append(taken)
-            if len(self._steady) > _MOST_SAMPLES:
+            if len(self._steady) > _MAX_SAMPLES:
                 del self._steady[1::2]
                 self.interval_s *= 2
 
@@ -80,7 +80,7 @@ class Recorder:
             EventMark(event.at_s, event.name, event.nbytes, event.milliseconds or 0.0)
             for event in list(self._timeline.events)
         ]
-        del events[_MOST_MARKS // 4 : -_MOST_MARKS * 3 // 4]
+        del events[_MAX_MARKS // 4 : -_MAX_MARKS * 3 // 4]
         recorded = self._history
         return ArenaHistory(
             title=recorded.title,

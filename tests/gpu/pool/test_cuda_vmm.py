@@ -98,11 +98,11 @@ def test_blocks_that_torch_caches_are_counted_as_free(driver: CudaVmm) -> None:
 
 
 def test_backing_takes_what_torch_caches(driver: CudaVmm) -> None:
-    most = driver.free_bytes()
-    with Arena(driver, most) as arena:
+    maximum = driver.free_bytes()
+    with Arena(driver, maximum) as arena:
         torch.empty(4 << 30, dtype=torch.uint8, device=driver.device)
-        arena.back(most)
-        assert arena.backed_bytes == most
+        arena.back(maximum)
+        assert arena.backed_bytes == maximum
     assert driver.cached_bytes_released >= 4 << 30
 
 

@@ -85,4 +85,4 @@ class CudaHost(EngineHost):
         self.memory.arena.grow(large)
         self.register((small, large - small))
         self.unregister((small, large - small))
-        self.memory.arena.give_back(small)
+        self.memory.arena.shrink(small)

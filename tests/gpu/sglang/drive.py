@@ -123,13 +123,13 @@ class Server:
         """What kvarena's status files of this server say: the ledger and the arena."""
         return [json.loads(path.read_text()) for path in sorted(self.status_dir.glob("*.status.json"))]
 
-    def show(self, most: int = 40) -> None:
+    def show(self, maximum: int = 40) -> None:
         lines = [
             line[:300] for line in self.log.read_text(errors="replace").splitlines() if TELLING.search(line)
         ]
         lines = [line for line in lines if "server_args=" not in line]
         say(f"--- {self.log.name}: {len(lines)} telling lines")
-        say("\n".join(lines[:most]))
+        say("\n".join(lines[:maximum]))
 
     def measured(self) -> dict[str, Any]:
         return {"ready_s": self.ready_s, "info": self.info(), "kvarena": self.status(), "gpu": gpu()}

@@ -189,11 +189,11 @@ def report(placement: str, lengths: list[int], without: dict[str, Any], same: di
     for length in lengths:
         a, b = without["answers"][length], same["answers"][length]
         old, new = (statistics.median(x["decoded_s"] for x in side) * 1e3 for side in (a, b))
-        least = [min(x["decoded_s"] for x in side) * 1e3 for side in (a, b)]
+        minimum = [min(x["decoded_s"] for x in side) * 1e3 for side in (a, b)]
         equal = sum(x["ids"] == y["ids"] for x, y in zip(a, b, strict=True))
         good &= equal == len(a)
         say(
-            f"{length:>8} {old:>11.1f} ({least[0]:.1f}) {new:>11.1f} ({least[1]:.1f}) "
+            f"{length:>8} {old:>11.1f} ({minimum[0]:.1f}) {new:>11.1f} ({minimum[1]:.1f}) "
             f"{old - new:>7.1f} {old / new:>6.2f}x  {equal} of {len(a)} equal"
         )
     means = [statistics.mean(x["decoded_s"] for x in side["burst"]) * 1e3 for side in (without, same)]

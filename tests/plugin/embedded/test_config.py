@@ -92,11 +92,11 @@ def test_a_limit_below_the_floor_names_the_least_that_works(
     """Memory comes in units of the driver's granularity."""
     with pytest.raises(SettingError, match=f"raise KVARENA_{limit.upper()}") as refused:
         make_engine(**{limit: 4096})
-    least = int(str(refused.value).split("The least that works is ")[1].split()[0])
+    minimum = int(str(refused.value).split("The least that works is ")[1].split()[0])
 
-    assert make_engine(**{limit: least}).book.capacity_tokens() >= small.chunk
-    with pytest.raises(SettingError, match=f"The least that works is {least} bytes"):
-        make_engine(**{limit: least - step})
+    assert make_engine(**{limit: minimum}).book.capacity_tokens() >= small.chunk
+    with pytest.raises(SettingError, match=f"The least that works is {minimum} bytes"):
+        make_engine(**{limit: minimum - step})
 
 
 def test_an_unknown_transfer_engine_is_named(small: EngineConfig) -> None:

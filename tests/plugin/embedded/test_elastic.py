@@ -38,7 +38,7 @@ def make_elastic(make_engine: MakeEngine, small: EngineConfig) -> Callable[..., 
     return make
 
 
-def _ask(pair: Pair, role: str, change: control.Grow | control.GiveBack) -> control.Resized:
+def _ask(pair: Pair, role: str, change: control.Grow | control.Shrink) -> control.Resized:
     """Ask one side for a change, and turn until it has answered."""
     count = len(_resized(pair, role))
     (pair.prefill if role == "prefill" else pair.decode).elastic.ask(change)
@@ -72,7 +72,7 @@ def test_tokens_are_right_through_many_changes(
     requests = _many(texts, 3)
     for request in requests:
         pair.decode.submit(request)
-    changes = [control.Grow(STEP), control.Grow(STEP), control.GiveBack(), control.GiveBack()] * 3
+    changes = [control.Grow(STEP), control.Grow(STEP), control.Shrink(), control.Shrink()] * 3
     asked = {"prefill": 0, "decode": 0}
     while len(pair.results) < len(requests):
         for role, server in (("prefill", pair.prefill), ("decode", pair.decode)):
@@ -95,7 +95,7 @@ def test_tokens_are_right_through_many_changes(
         report = engine.report()
         assert report["problems"] == []
         assert report["capacities"] == before[role]
-        assert report["growth"]["grown"] == report["growth"]["given_back"] == len(changes) // 2
+        assert report["growth"]["grown"] == report["growth"]["shrunk"] == len(changes) // 2
         assert report["transfers"]["recording"]["failed"] == 0
     # Some had to wait: pages that a peer was writing to lay in the tail.
     assert pair.engines["decode"].report()["growth"]["waited"] > 0
@@ -135,7 +135,7 @@ def test_pages_in_flight_in_the_tail_hold_a_give_back_up(
     assert pair.decode.leases.active
 
     # Nobody ends the lease, for the other side does not turn.
-    pair.decode.elastic.ask(control.GiveBack(limit_s=0.0))
+    pair.decode.elastic.ask(control.Shrink(limit_s=0.0))
     pair.decode.step()
     refused = _resized(pair, "decode")[-1]
     assert "Leases on the tail did not drain" in refused.error
@@ -144,7 +144,7 @@ def test_pages_in_flight_in_the_tail_hold_a_give_back_up(
     assert not pair.decode.elastic.holding
 
     # While it waits, nothing new is leased; what is out ends, and then the memory goes.
-    pair.decode.elastic.ask(control.GiveBack(limit_s=60.0))
+    pair.decode.elastic.ask(control.Shrink(limit_s=60.0))
     pair.decode.step()
     assert pair.decode.elastic.holding
     pair.decode.submit(texts[2])
@@ -167,10 +167,10 @@ def test_what_was_promised_is_not_given_back(
     decode = pair.engines["decode"]
     # As if the running sequences could still grow to all that there is.
     decode.book._committed = decode.book.usable_bytes
-    refused = _ask(pair, "decode", control.GiveBack(limit_s=0.0))
+    refused = _ask(pair, "decode", control.Shrink(limit_s=0.0))
     assert "were promised more than" in refused.error
     decode.book._committed = 0
-    assert _ask(pair, "decode", control.GiveBack(limit_s=0.0)).error == ""
+    assert _ask(pair, "decode", control.Shrink(limit_s=0.0)).error == ""
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -180,7 +180,7 @@ def test_changes_that_cannot_be(make_elastic: Callable[..., Engine], make_pair: 
     engine = pair.engines[role]
     before = engine.report()["capacities"], engine.ledger.regions
     for change, said in (
-        (control.GiveBack(), "nothing to give back"),
+        (control.Shrink(), "nothing to give back"),
         (control.Grow(1 << 30), "more than the"),
         (control.Grow(0), "cannot grow to"),
         (control.Grow(-STEP), "cannot grow to"),

@@ -173,7 +173,7 @@ def life() -> Iterator[Life]:
 STEPS: dict[str, Callable[[Life], None]] = {
     "finalize": lambda life: life.finalize(5 * MIB),
     "grow": lambda life: life.life.grow(7 * MIB + 100, life.allocator),
-    "give_back": lambda life: life.life.give_back(4 * MIB, life.allocator),
+    "shrink": lambda life: life.life.shrink(4 * MIB, life.allocator),
 }
 
 
@@ -181,7 +181,7 @@ def _before(life: Life, step: str) -> None:
     life.start(0 if step == "finalize" else 4 * MIB)
     if step != "finalize":
         assert life.allocator.alloc(64) is not None
-    if step == "give_back":
+    if step == "shrink":
         life.life.grow(6 * MIB, life.allocator)
 
 
@@ -219,7 +219,7 @@ def test_a_size_that_cannot_be_disturbs_nobody(life: Life, size: Any) -> None:
     resize = resize_for(life.pool, 5 * MIB)
     tries = [lambda: life.life.finalize(resize, life.allocator)]
     if size != 4 * MIB:
-        tries.append(lambda: life.life.give_back(size, life.allocator))
+        tries.append(lambda: life.life.shrink(size, life.allocator))
     if size != 8 * MIB:
         tries.append(lambda: life.life.grow(size, life.allocator))
     for attempt in tries:

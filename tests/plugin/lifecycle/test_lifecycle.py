@@ -257,7 +257,7 @@ def test_grow_and_give_back_with_tokens_in_use(life: Life) -> None:
     assert sum(life.registered) == 6 * MIB
     assert life.pool.total_bytes == 6 * MIB
     assert life.allocator.verify_byte_accounting() == []
-    life.life.give_back(4 * MIB, life.allocator)
+    life.life.shrink(4 * MIB, life.allocator)
     assert sum(life.registered) == life.pool.total_bytes == 4 * MIB
     life.allocator.free(ids)
     assert life.allocator.available_size() > 0
@@ -282,7 +282,7 @@ def test_give_back_of_pinned_pages_is_refused_with_everything_as_it_was(life: Li
         held.append(ids)
     before = _state(life)
     with pytest.raises(KvArenaError):
-        life.life.give_back(4 * MIB, life.allocator)
+        life.life.shrink(4 * MIB, life.allocator)
     assert _state(life) == before
     for ids in held:
         life.allocator.free(ids)
@@ -332,7 +332,7 @@ def test_a_budget_below_the_floor_names_the_least(life: Life) -> None:
     pool = life.reserve()
     with pytest.raises(PoolSizeError) as info:
         life.finalize(1)
-    assert info.value.least == pool.floor_bytes
+    assert info.value.minimum == pool.floor_bytes
     assert str(pool.floor_bytes) in str(info.value)
 
 

@@ -125,4 +125,4 @@ def test_nothing_is_extended_before_the_pool_is_final() -> None:
         HybridSample(HostVmm(), page_size=4, reserved=True) as sample,
         pytest.raises(PoolStateError, match="not final yet"),
     ):
-        sample.allocator.extend_capacity()
+        sample.allocator.grow()

@@ -14,7 +14,7 @@ SAMPLES = [
     errors.DriverError("mmap", "ENOMEM", "5 bytes", fix="Use less."),
     errors.DriverUnavailableError("cuInit", "CUDA_ERROR_NO_DEVICE"),
     errors.OutOfMemoryError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", requested=10, free=4),
-    errors.PoolSizeError("Too much.", requested=9, least=1, most=8, fix="Use 8."),
+    errors.PoolSizeError("Too much.", requested=9, minimum=1, maximum=8, fix="Use 8."),
     errors.RefusedError(["a", "b"]),
     errors.PoolStateError("Closed.", fix="Open it."),
 ]

@@ -100,13 +100,13 @@ class PoolLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pool is not None and self.pool.finalized)
     @rule(share=st.floats(0, 1), whole=st.booleans(), fail_at=st.none() | st.integers(1, 3))
-    def give_back(self, share: float, whole: bool, fail_at: int | None) -> None:
+    def shrink(self, share: float, whole: bool, fail_at: int | None) -> None:
         assert self.pool is not None
         ends = [mapping.end for mapping in self.pool.arena.mappings[:-1]]
         legal = [end for end in ends if end >= self.floor]
         size = legal[int(share * (len(legal) - 1))] if whole and legal else self._size(share)
         if size < self.pool.total_bytes:
-            self._step(lambda pool: pool.give_back(size), fail_at)
+            self._step(lambda pool: pool.shrink(size), fail_at)
 
     @precondition(lambda self: self.pool is not None and self.pool.finalized)
     @rule()

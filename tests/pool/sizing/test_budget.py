@@ -56,7 +56,7 @@ def test_a_window_costs_no_more_than_its_requests_see() -> None:
         MHASubPoolSpec("full", "up", 1, 1, 8, torch.float16),
         MHASubPoolSpec("swa", "down", 5, 1, 8, torch.float16),
     ]
-    capped = PoolCost.of(specs, 8, most_slots={"swa": 64})
+    capped = PoolCost.of(specs, 8, max_slots={"swa": 64})
     # In multiples of 40 tokens, so that the window's envelopes of 1280 bytes begin where the full ones end.
     assert capped.budget_bytes(800_000) - capped.budget_bytes(400_000) == 400_000 * 32
     shared = PoolCost.of(specs, 8, ratios={"swa": Fraction(1, 5)})
@@ -67,22 +67,22 @@ def test_the_error_names_the_least_budget_that_works() -> None:
     cost = stage(8)
     with pytest.raises(PoolSizeError) as refused:
         tokens_for_budget(cost, 10 << 20, floor_tokens=4096)
-    least = refused.value.least
-    assert (least, refused.value.requested) == (4096 * 8 * 4096, 10 << 20)
-    assert str(least) in str(refused.value)
-    assert tokens_for_budget(cost, least, floor_tokens=4096) == 4096
+    minimum = refused.value.minimum
+    assert (minimum, refused.value.requested) == (4096 * 8 * 4096, 10 << 20)
+    assert str(minimum) in str(refused.value)
+    assert tokens_for_budget(cost, minimum, floor_tokens=4096) == 4096
     with pytest.raises(PoolSizeError):
-        tokens_for_budget(cost, least - 1, floor_tokens=4096)
+        tokens_for_budget(cost, minimum - 1, floor_tokens=4096)
     with pytest.raises(PoolSizeError, match="4095 tokens"):
-        tokens_for_budget(cost, least, floor_tokens=4096, cap_tokens=4095)
+        tokens_for_budget(cost, minimum, floor_tokens=4096, cap_tokens=4095)
     # What single sub-pools need counts too.
-    assert tokens_for_budget(cost, least, floor_slots={"full": 4096}) == 4096
+    assert tokens_for_budget(cost, minimum, floor_slots={"full": 4096}) == 4096
     with pytest.raises(PoolSizeError):
-        tokens_for_budget(cost, least - 1, floor_slots={"full": 4096})
+        tokens_for_budget(cost, minimum - 1, floor_slots={"full": 4096})
 
 
 def test_a_cap_bounds_what_does_not_grow() -> None:
-    cost = PoolCost((SubPoolCost("swa", 100, 10, most_slots=50),), page_size=10)
+    cost = PoolCost((SubPoolCost("swa", 100, 10, max_slots=50),), page_size=10)
     assert tokens_for_budget(cost, 10**6, cap_tokens=12345) == 12340
     with pytest.raises(PoolSizeError, match="Any number"):
         tokens_for_budget(cost, 10**6)
@@ -105,11 +105,11 @@ def test_what_is_found_is_the_most_that_fits(
     cost = PoolCost(
         (SubPoolCost("full", page * full, page), SubPoolCost("swa", page * swa, page, ratio, cap)), page
     )
-    least = cost.budget_bytes(page)
-    if budget < least:
+    minimum = cost.budget_bytes(page)
+    if budget < minimum:
         with pytest.raises(PoolSizeError) as refused:
             tokens_for_budget(cost, budget)
-        assert refused.value.least == least
+        assert refused.value.minimum == minimum
         return
     tokens = tokens_for_budget(cost, budget)
     assert tokens % page == 0

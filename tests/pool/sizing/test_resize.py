@@ -64,9 +64,9 @@ def test_states_are_no_tokens(ends: tuple[Any, Any], name: str) -> None:
         total_bytes=LIMIT, sub_pool_specs=specs, driver=HostVmm(), page_size=4, post_capture_active=True
     )
     # Pages of 512 bytes behind a sink of one state.
-    least = -(-specs[1].entry_bytes() // 512)
+    minimum = -(-specs[1].entry_bytes() // 512)
     resize = resize_for(pool, LIMIT // 2)
-    assert resize.max_total_num_tokens == (LIMIT // 2 // 512 - least) * 4
+    assert resize.max_total_num_tokens == (LIMIT // 2 // 512 - minimum) * 4
     assert resize.full_max_total_num_tokens == (resize.max_total_num_tokens if name == "full" else None)
     pool.close()
 
@@ -108,6 +108,6 @@ def test_after_out_of_memory_less_is_tried_down_to_the_floor(pool: UnifiedKVPool
     assert seen == sorted(set(seen), reverse=True)
     with pytest.raises(PoolSizeError, match="Not even") as refused:
         smaller_resize(pool, resize)
-    assert refused.value.least == pool.floor_bytes
+    assert refused.value.minimum == pool.floor_bytes
     with pytest.raises(PoolSizeError):
         resize_for(pool, pool.floor_bytes - 1)

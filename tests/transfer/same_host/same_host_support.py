@@ -96,8 +96,8 @@ class SameHost(EngineHost):
     def attached(self) -> tuple[str, ...]:
         return self.engine.attached
 
-    def give_back(self, nbytes: int) -> None:
-        self.memory.arena.give_back(nbytes)
+    def shrink(self, nbytes: int) -> None:
+        self.memory.arena.shrink(nbytes)
 
     def read_pages(self, pages: list[int]) -> list[bytes]:
         return [self.read(page * PAGE, PAGE) for page in pages]
@@ -107,7 +107,7 @@ class SameHost(EngineHost):
         self.memory.arena.grow(large)
         self.register((small, large - small))
         self.unregister((small, large - small))
-        self.memory.arena.give_back(small)
+        self.memory.arena.shrink(small)
 
     def back_anew(self, nbytes: int) -> None:
         self.memory.arena.back(nbytes)

@@ -94,7 +94,7 @@ def test_memory_that_the_sender_takes_back_is_no_longer_mapped_by_who_pulls(
     puller.engine.submit(peer, [puller.base + 11 * MIB], [receiver.base], [MIB]).wait(10)
     puller.unregister((8 * MIB, 4 * MIB))
     assert maps_of(receiver) == before
-    puller.memory.arena.give_back(8 * MIB)
+    puller.memory.arena.shrink(8 * MIB)
     with pytest.raises(TransferFailed):
         puller.engine.submit(peer, [puller.base + 11 * MIB], [receiver.base], [MIB])
     puller.engine.submit(peer, [puller.base], [receiver.base], [MIB]).wait(10)

@@ -42,7 +42,7 @@ def test_growth_and_give_back_under_traffic_refuse_nothing(sender: SameHost, rec
             sender.memory.arena.grow(12 * MIB)
             sender.register((8 * MIB, 4 * MIB))
             sender.unregister((8 * MIB, 4 * MIB))
-            sender.memory.arena.give_back(8 * MIB)
+            sender.memory.arena.shrink(8 * MIB)
     finally:
         stop.set()
         thread.join()
@@ -77,7 +77,7 @@ def test_what_is_unregistered_is_unmapped_at_the_peer_before_the_call_returns(
     peer = sender.engine.connect(receiver.describe())
     receiver.unregister((8 * MIB, 8 * MIB))
     assert sender.engine.peer(peer).mapped_bytes == 8 * MIB
-    receiver.process.call("give_back", 8 * MIB)
+    receiver.process.call("shrink", 8 * MIB)
     with pytest.raises(TransferFailed):
         sender.engine.submit(peer, [sender.base], [receiver.base + 8 * MIB], [PAGE])
     sender.engine.submit(peer, [sender.base], [receiver.base], [PAGE]).wait(10)

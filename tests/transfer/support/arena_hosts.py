@@ -187,7 +187,7 @@ class Receiver(EngineHost):
                     self._num_pages = size // PAGE
                     self.leases.drain_tail({"full": self._num_pages}, timeout=20)
                     self._register(size)
-                    self.arena.give_back(size)
+                    self.arena.shrink(size)
                     self.leases.open_tail()
                     self._await_traffic()
         except BaseException as error:  # noqa: BLE001 - raised by churning()

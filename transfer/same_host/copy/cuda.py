@@ -257,13 +257,13 @@ class CudaCopier:
         return launcher
 
 
-def _cut(src: Int64, dst: Int64, lengths: Int64, most: int) -> Int64:
+def _cut(src: Int64, dst: Int64, lengths: Int64, maximum: int) -> Int64:
     """Rows of (source, destination, bytes) that cover the same bytes, none longer than `most`."""
-    if int(lengths.max(initial=0)) <= most:  # pages, mostly
+    if int(lengths.max(initial=0)) <= maximum:  # pages, mostly
         return np.stack((src, dst, lengths), axis=1)
-    pieces = -(-lengths // most)
+    pieces = -(-lengths // maximum)
     index = np.repeat(np.arange(lengths.size), pieces)
-    offset = (np.arange(index.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    offset = (np.arange(index.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * maximum
     return np.stack(
-        (src[index] + offset, dst[index] + offset, np.minimum(most, lengths[index] - offset)), axis=1
+        (src[index] + offset, dst[index] + offset, np.minimum(maximum, lengths[index] - offset)), axis=1
     )

@@ -21,7 +21,7 @@ __all__ = [
 _VECTOR = 16
 """Bytes of the widest access of one thread; what is a multiple of it moves in such accesses."""
 
-_LEAST_SPAN = 4096
+_MIN_SPAN = 4096
 """Bytes: smaller programs spend more on reading their table than on copying."""
 
 
@@ -174,12 +174,12 @@ def _span_words(span_bytes: int, word: int, num_warps: int) -> int:
     return max(span_bytes // word, num_warps * 32)
 
 
-def _page_span(page_bytes: int, most: int) -> int:
+def _page_span(page_bytes: int, maximum: int) -> int:
     """Bytes of a span, a power of two: one that divides the page saves the masks."""
     divisor = page_bytes & -page_bytes
-    if divisor >= _LEAST_SPAN:
-        return min(most, divisor)
-    return min(most, 1 << (page_bytes - 1).bit_length())
+    if divisor >= _MIN_SPAN:
+        return min(maximum, divisor)
+    return min(maximum, 1 << (page_bytes - 1).bit_length())
 
 
 def _source(

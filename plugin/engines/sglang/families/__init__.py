@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvarena.plugin.engines.sglang.families.choice import FAMILIES, choose, is_experimental, layer_of
+from kvarena.plugin.engines.sglang.families.choice import FAMILIES, choose, is_experimental, support_of
 
-__all__ = ["FAMILIES", "choose", "is_experimental", "layer_of"]
+__all__ = ["FAMILIES", "choose", "is_experimental", "support_of"]

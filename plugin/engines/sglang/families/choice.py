@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvarena.plugin.engines.sglang.families import v0_5_17, v0_5_20, v0_5_21, v0_5_22
 from kvarena.plugin.engines.sglang.families.shapes import differences
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer
+from kvarena.plugin.engines.sglang.families.targets import Family, Support
 
-__all__ = ["FAMILIES", "choose", "is_experimental", "layer_of"]
+__all__ = ["FAMILIES", "choose", "is_experimental", "support_of"]
 
 #: Newest first: a release that nobody has tested yet is most like the last one.
 FAMILIES: tuple[Family, ...] = (
@@ -42,7 +42,9 @@ def choose(release: str, *, experimental: bool = False) -> tuple[Family | None, 
     reasons: list[str] = []
     for family in known or FAMILIES:
         # Only a release that is known is known to need no more: others have the same planner, too.
-        planner_only = known and layer_of(family, release, experimental=experimental) is Layer.TRUTHFUL
+        planner_only = (
+            known and support_of(family, release, experimental=experimental) is Support.PLANNER_ONLY
+        )
         found = differences(family, shapes=(family.planner,)) if planner_only else differences(family)
         if not found:
             return family, []
@@ -50,10 +52,10 @@ def choose(release: str, *, experimental: bool = False) -> tuple[Family | None, 
     return None, reasons
 
 
-def layer_of(family: Family, release: str, *, experimental: bool) -> Layer:
+def support_of(family: Family, release: str, *, experimental: bool) -> Support:
     """What the plugin does in a release of a family."""
     if release == "0.5.16" or (is_experimental(family, release) and not experimental):
-        return Layer.TRUTHFUL
+        return Support.PLANNER_ONLY
     return family.layer
 
 

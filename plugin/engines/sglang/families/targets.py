@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Family", "Kind", "Layer", "Shape", "SizeRule", "Target"]
+__all__ = ["Family", "Kind", "Shape", "SizeRule", "Support", "Target"]
 
 
 class Kind(str, enum.Enum):
@@ -17,14 +17,14 @@ class Kind(str, enum.Enum):
     """Set on the class: `HookRegistry` turns a property into a function, which is always true."""
 
 
-class Layer(enum.IntEnum):
+class Support(enum.IntEnum):
     """What the plugin gives in a release."""
 
-    TRUTHFUL = 1
+    PLANNER_ONLY = 1
     """The planner no longer promises what the release does not do."""
     BACKPORT = 2
     """Sizing after capture for the unified pool, which the release lacks."""
-    HARDENED = 3
+    NATIVE = 3
     """The release has it for hybrid-SWA models; its memory, ranks and failures become ours."""
 
 
@@ -67,7 +67,7 @@ class Family:
     name: str
     releases: tuple[str, ...]
     """Those that were tested."""
-    layer: Layer
+    layer: Support
     targets: tuple[Target, ...]
     needs: tuple[Shape, ...] = ()
     """Called by the handlers, not changed."""

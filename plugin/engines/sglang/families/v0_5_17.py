@@ -9,7 +9,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     sizing,
 )
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer, Shape, SizeRule, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
 __all__ = ["FAMILY"]
 
@@ -19,7 +19,7 @@ FAMILY = Family(
     name="0.5.16 to 0.5.18",
     releases=("0.5.16", "0.5.17", "0.5.18"),
     experimental=("0.5.17", "0.5.18"),
-    layer=Layer.BACKPORT,
+    layer=Support.BACKPORT,
     targets=(
         Target("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", "self", "planner:plan"),
         Target("sglang.srt.server_args.ServerArgs.__post_init__", "self", "resolution:resolve_arguments"),

@@ -18,7 +18,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     STAGING,
     sizing,
 )
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer, Shape, SizeRule, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
 __all__ = ["FAMILY", "FAMILY_0_5_19"]
 
@@ -30,7 +30,7 @@ def _family(
     return Family(
         name=name,
         releases=(release,),
-        layer=Layer.BACKPORT,
+        layer=Support.BACKPORT,
         targets=(
             PLANNER,
             RESOLUTION,

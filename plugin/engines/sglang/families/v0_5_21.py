@@ -13,7 +13,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     STAGING,
     sizing,
 )
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer, Shape, SizeRule, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
 __all__ = ["FAMILY"]
 
@@ -22,7 +22,7 @@ _ALLOCATOR, _SUB_ALLOCATOR = ALLOCATORS["0.5.20"]
 FAMILY = Family(
     name="0.5.21",
     releases=("0.5.21",),
-    layer=Layer.BACKPORT,
+    layer=Support.BACKPORT,
     targets=(
         PLANNER,
         RESOLUTION,

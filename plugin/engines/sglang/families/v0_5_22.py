@@ -12,7 +12,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     STAGING,
     sizing,
 )
-from kvarena.plugin.engines.sglang.families.targets import Family, Layer, Shape, SizeRule, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
 __all__ = ["FAMILY"]
 
@@ -21,7 +21,7 @@ _ALLOCATOR, _SUB_ALLOCATOR = ALLOCATORS["0.5.20"]
 FAMILY = Family(
     name="0.5.22 and later",
     releases=("0.5.22", "0.5.23"),
-    layer=Layer.HARDENED,
+    layer=Support.NATIVE,
     targets=(
         PLANNER,
         RESOLUTION,

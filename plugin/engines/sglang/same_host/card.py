@@ -22,7 +22,7 @@ from kvarena.transfer import Region
 __all__ = ["Card", "Stamp", "is_this_host", "name_of"]
 
 _FORMAT = "kvarena-sglang-session 1"
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 Stamp = tuple[int, int, int]
 """Inode, time and length of a card's file: another stamp is another card."""
@@ -106,7 +106,7 @@ def read(directory: Path, session: str) -> Card | None:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 logger.warning("kvarena: %s is no file of user %d; it is not used.", path, os.geteuid())
                 return None
-            card = msgspec.json.decode(file.read(_MOST_BYTES), type=Card)
+            card = msgspec.json.decode(file.read(_MAX_BYTES), type=Card)
     except OSError:
         return None
     except msgspec.MsgspecError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvarena.plugin.engines.sglang.bound import BoundPool
+from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
 from kvarena.plugin.engines.sglang.families.targets import Shape, Target
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
@@ -136,7 +136,7 @@ def send(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     return original(self, *args, **kwargs)
 
 
-def stand_behind(manager: Any, bound: BoundPool, mooncake: RegistrationLedger) -> None:
+def stand_behind(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) -> None:
     """Put a path behind the Mooncake engine of a KV manager that has just registered. Never raises.
 
     Parameters

@@ -21,7 +21,7 @@ from kvarena.transfer.registration.traffic import Traffic
 
 if TYPE_CHECKING:
     from kvarena.plugin.config import Settings
-    from kvarena.plugin.engines.sglang.bound import BoundPool
+    from kvarena.plugin.engines.sglang.bound import SglangPool
 
 __all__ = ["SameHostPath"]
 
@@ -57,7 +57,7 @@ class SameHostPath(PoolFollower):
     """
 
     def __init__(
-        self, bound: BoundPool, session: str, mooncake: Traffic, settings: Settings, *, sends: bool
+        self, bound: SglangPool, session: str, mooncake: Traffic, settings: Settings, *, sends: bool
     ) -> None:
         self.session = session
         self._mooncake = mooncake

@@ -172,7 +172,7 @@ def test_a_pair_of_which_one_has_no_gpu(capsys: pytest.CaptureFixture[str], opti
 
 
 def test_the_shipped_passage() -> None:
-    text = read_text(None, most_bytes=1 << 20)
+    text = read_text(None, max_bytes=1 << 20)
     assert 6000 <= len(text) <= 8000
     prompts = cut_into_prompts(text, 6)
     assert b"".join(prompts) == text

@@ -90,13 +90,13 @@ def test_registration_followed_each_change(run: Run, role: str) -> None:
     timeline = run.report.processes[role]["timeline"]
     stages = [event["name"] for event in timeline][7:]
     # Memory is there before it is registered, and is unregistered before it goes.
-    assert stages == ["grown", "registered", "registered", "given_back"] * CYCLES
+    assert stages == ["grown", "registered", "registered", "shrunk"] * CYCLES
     sizes: dict[str, set[int]] = {event["name"]: set() for event in timeline}
     for event in timeline[7:]:
         sizes[event["name"]].add(event["nbytes"])
     base = next(event["nbytes"] for event in timeline if event["name"] == "finalized")
     assert sizes["grown"] == {base + STEP}
-    assert sizes["given_back"] == {base}
+    assert sizes["shrunk"] == {base}
     assert sizes["registered"] == {base, base + STEP}
     assert run.report.processes[role]["handles"] == 1
 

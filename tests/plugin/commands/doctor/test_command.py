@@ -102,8 +102,8 @@ def test_a_limit_below_one_request_is_broken_as_in_the_engine_and_names_the_leas
     assert status == 2
     fix = _of(findings, "engine")[-1]["fix"]
     assert fix.endswith(remedy)
-    least = int(fix.split("The least that works is ")[1].split()[0])
-    for limit, expected in ((least, 0), (least - 1, 2)):
+    minimum = int(fix.split("The least that works is ")[1].split()[0])
+    for limit, expected in ((minimum, 0), (minimum - 1, 2)):
         monkeypatch.setenv(setting, str(limit))
         assert doctor("--engine", "embedded")[0] == expected
 

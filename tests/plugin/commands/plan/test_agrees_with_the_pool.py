@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvarena.plugin.commands.plan.capacity import Split, capacity, floor_bytes, most_slots
+from kvarena.plugin.commands.plan.capacity import Split, capacity, floor_bytes, max_slots
 from kvarena.plugin.commands.plan.errors import PlanError
 from kvarena.plugin.commands.plan.ranks import CacheDtypes, rank_geometry
 from kvarena.plugin.commands.plan.read import geometry_from_config
@@ -92,7 +92,7 @@ def test_sink_floor_and_sides_are_the_pool_s(config, page_size):
     with closing(pool):
         assert rank.sink_bytes(page_size) == pool.sink_bytes
         assert floor_bytes(rank, page_size) == pool.floor_bytes
-        sides = most_slots(rank, total, page_size)
+        sides = max_slots(rank, total, page_size)
         assert sides == {
             spec.name: (pool.num_pages(spec.name) - pool.min_page_index(spec.name))
             * pool.slots_per_page(spec.name)

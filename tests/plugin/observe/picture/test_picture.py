@@ -31,7 +31,7 @@ def _history(**changes: object) -> ArenaHistory:
             EventMark(1.0, "captured"),
             EventMark(1.0, "finalized", 8 * MIB),
             EventMark(2.0, "grown", 12 * MIB),
-            EventMark(3.0, "given_back", 8 * MIB),
+            EventMark(3.0, "shrunk", 8 * MIB),
         ],
     } | changes
     return ArenaHistory(**fields)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ def test_a_life_in_the_log(serve: Any, caplog: pytest.LogCaptureFixture) -> None
     lifecycle.budget()
     served.finalize(4 * MIB)
     lifecycle.grow(6 * MIB, served.allocator)
-    lifecycle.give_back(4 * MIB, served.allocator)
+    lifecycle.shrink(4 * MIB, served.allocator)
     lifecycle.close()
     address = r"address=0x[0-9a-f]+"
     expected = [

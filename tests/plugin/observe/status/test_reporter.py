@@ -78,7 +78,7 @@ def test_it_follows_the_pool_through_its_life(serve: Any, directory: Path) -> No
     assert said.tokens == allocator.size_full
 
     epoch = said.engines[0].epoch
-    lifecycle.give_back(4 * MIB, allocator)
+    lifecycle.shrink(4 * MIB, allocator)
     said = settled()
     assert len(said.handle_bytes) == 1
     assert (said.backed_bytes, said.tokens) == (4 * MIB, allocator.size_full)
