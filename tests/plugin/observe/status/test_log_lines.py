@@ -39,7 +39,7 @@ def test_a_life_in_the_log(serve: Any, caplog: pytest.LogCaptureFixture) -> None
         rf"grown bytes={6 * MIB} {address}",
         rf"registered bytes={6 * MIB} {address} engine=mooncake regions=2 epoch=4",
         rf"registered bytes={4 * MIB} {address} engine=mooncake regions=1 epoch=5",
-        rf"given_back bytes={4 * MIB} {address}",
+        rf"shrunk bytes={4 * MIB} {address}",
         r"closed",
     ]
     lines = _lines(caplog, logging.INFO)
