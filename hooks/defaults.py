@@ -73,10 +73,12 @@ class DefaultBudget:
         """Bytes for the pool, never more than its reservation."""
         # The swap at finalize makes the new handle while the sink's is still there (so that it can be
         # taken back), so the sink's bytes, one granule or a few, are not counted as free.
-        limits = [request.driver.free_bytes() - request.headroom_bytes, request.pool.total_bytes]
+        limit = request.driver.free_bytes() - request.headroom_bytes
         if request.max_bytes is not None:
-            limits.append(request.max_bytes)
-        return max(0, min(limits))
+            limit = min(limit, request.max_bytes)
+        # Whole granules are backed, so a limit between two of them is rounded down.
+        granularity = request.driver.granularity
+        return max(0, min(limit // granularity * granularity, request.pool.total_bytes))
 
 
 @final

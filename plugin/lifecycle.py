@@ -260,7 +260,6 @@ class PoolLifecycle:
             everything is as it was.
         """
         pool = self._pool()
-        before = pool.total_bytes
         total_bytes = pool.check_shrink(total_bytes)  # before anyone lets go of anything
         with Transaction() as transaction:
             allocator.shrink(total_bytes)
@@ -269,7 +268,7 @@ class PoolLifecycle:
             self._announce.resizing(pool, total_bytes)
             with self.timeline.timed("shrunk") as event:
                 pool.shrink(total_bytes)
-                transaction.undo(lambda: pool.grow(before), "taking the memory again")
+                transaction.undo(pool.revert_shrink, "taking the memory again")
                 self._announce.tell_size(size_of(pool), transaction)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             self._announce.finalized(pool)

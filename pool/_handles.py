@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
 
+from kvarena.pool.errors import ArenaStateError, MappingLeftError, UnknownHandleError
 from kvarena.pool.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -27,15 +28,18 @@ class HandleRecord:
     handle: int = 0
     held: bool = False
     mapped: bool = False
+    accessible: bool = False
+    """Not so while `mapped` only where the driver's own undo failed."""
 
 
 @final
 class Handles:
     """Handles mapped from an address on, and those that could not be let go yet.
 
-    `swap`, `append` and `cut` are transactions. When one raises and its undo
-    failed as well, `intact` turns false: what is recorded is then still what
-    is there, but no longer a backed prefix.
+    `swap`, `append` and `shrink` are transactions. When one raises and its
+    undo failed as well, or when a handle was unmapped by someone else,
+    `intact` turns false: what is recorded is then still what is there, but no
+    longer a backed prefix.
     """
 
     def __init__(self, driver: Driver, base: int) -> None:
@@ -60,20 +64,25 @@ class Handles:
         self.live = [new]
         self._let_go(old)
 
-    def append(self, offset: int, nbytes: int) -> None:
-        """One new handle of zeros behind those that are there."""
+    def append(self, sizes: Sequence[int]) -> None:
+        """New handles of zeros, of these sizes, behind those that are there."""
         self._drop_stale()
-        new = HandleRecord(offset, nbytes)
+        end = self.backed_bytes
+        new = []
+        for nbytes in sizes:
+            new.append(HandleRecord(end, nbytes))
+            end += nbytes
         try:
             with Transaction() as transaction:
-                self._create(new, transaction)
-                self._map_zeroed(new, transaction)
+                for record in new:
+                    self._create(record, transaction)
+                    self._map_zeroed(record, transaction)
         except BaseException:
-            self._settle(new)
+            self._settle(*new)
             raise
-        self.live.append(new)
+        self.live += new
 
-    def cut(self, offset: int) -> None:
+    def shrink(self, offset: int) -> None:
         """Let go of the handles from `offset` on."""
         gone = [record for record in self.live if record.offset >= offset]
         try:
@@ -92,12 +101,29 @@ class Handles:
         self.live = []
         return self._drop_stale()
 
+    def require_mapped(self) -> None:
+        """See that every handle is still mapped where it is recorded.
+
+        Raises
+        ------
+        ArenaStateError
+            One is not: something else has unmapped it. `intact` is false from then on.
+        """
+        for record in self.live:
+            if not self._driver.is_mapped(self._base + record.offset, record.nbytes):
+                record.mapped = record.accessible = self.intact = False
+                raise ArenaStateError(
+                    f"The handle of {record.nbytes} bytes at offset {record.offset} "
+                    f"({self._base + record.offset:#x}) is not mapped any more, though the arena kept it.",
+                    fix="Find what unmapped it; call close() and make a new arena.",
+                )
+
     @property
     def backed_bytes(self) -> int:
         """Bytes from the base that have memory; asked for by every growth, so it builds no list."""
         if self.intact and self.live:
             return self.live[-1].offset + self.live[-1].nbytes
-        return sum(record.nbytes for record in self.live if record.mapped)
+        return sum(record.nbytes for record in self.live if record.accessible)
 
     @property
     def maps_anything(self) -> bool:
@@ -121,22 +147,27 @@ class Handles:
             transaction.undo(partial(self._map, record), "mapping an old handle again")
 
     def _map(self, record: HandleRecord) -> None:
-        self._driver.map(self._base + record.offset, record.nbytes, record.handle)
-        record.mapped = True
+        try:
+            self._driver.map(self._base + record.offset, record.nbytes, record.handle)
+        except MappingLeftError:
+            record.mapped = True
+            raise
+        record.mapped = record.accessible = True
 
     def _unmap(self, record: HandleRecord) -> None:
         self._driver.unmap(self._base + record.offset, record.nbytes)
-        record.mapped = False
+        record.mapped = record.accessible = False
 
     def _release(self, record: HandleRecord) -> None:
         self._driver.release(record.handle)
         record.held = False
 
-    def _settle(self, new: HandleRecord | None = None) -> None:
+    def _settle(self, *new: HandleRecord) -> None:
         """After a failure and its undo: keep what could not be let go, and see whether all is as before."""
-        if new is not None and (new.mapped or new.held):
-            self._stale.append(new)
-        self.intact = all(record.mapped for record in self.live) and not (new is not None and new.mapped)
+        self._stale += [record for record in new if record.mapped or record.held]
+        self.intact = all(record.accessible for record in self.live) and not any(
+            record.mapped for record in new
+        )
 
     def _let_go(self, records: Sequence[HandleRecord]) -> None:
         """Release handles that are no longer used.
@@ -157,15 +188,30 @@ class Handles:
         return failures
 
     def _drop(self, record: HandleRecord) -> list[Exception]:
-        """Let go of as much of one stale record as the driver allows, and forget it once all is gone."""
+        """Let go of as much of one stale record as the driver allows, and forget it once all is gone.
+
+        What something else has let go before is gone as well: it must not be tried for ever.
+        """
         failures = []
         if record.mapped:
-            failures += failure_of(partial(self._unmap, record))
+            failures += failure_of(partial(self._unmap_if_mapped, record))
         if record.held:
-            failures += failure_of(partial(self._release, record))
+            failures += failure_of(partial(self._release_if_held, record))
         if not failures:
             self._stale.remove(record)
         return failures
+
+    def _unmap_if_mapped(self, record: HandleRecord) -> None:
+        if self._driver.is_mapped(self._base + record.offset, record.nbytes):
+            self._unmap(record)
+        record.mapped = record.accessible = False
+
+    def _release_if_held(self, record: HandleRecord) -> None:
+        try:
+            self._release(record)
+        except UnknownHandleError as error:
+            _log.warning("A handle of %d bytes was released by something else: %s", record.nbytes, error)
+            record.held = False
 
 
 def failure_of(step: Callable[[], object]) -> list[Exception]:

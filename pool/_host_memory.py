@@ -1,35 +1,125 @@
-"""How much memory this machine, or the container we are in, can still give."""
+"""How much memory this machine, or the control group that this process is in, can still give."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from kvarena.errors import DescriptorLimitError
 
 __all__ = ["available_bytes"]
 
-_CGROUP = Path("/sys/fs/cgroup")
+
+class _Files(NamedTuple):
+    """What a control group's files are called; the two versions of the interface differ in nothing else."""
+
+    limit: str
+    usage: str
+    cache: str
+    """The key in ``memory.stat`` of clean file cache, which counts as used but goes when memory is wanted."""
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes that can be committed without swapping: the kernel's estimate, cut to the cgroup's limit.
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be committed without swapping.
+
+    The kernel's estimate (``MemAvailable``), or what the tightest control
+    group leaves: that of this process or any above it, in cgroup v1 and v2.
 
     Parameters
     ----------
-    meminfo : Path
-        The kernel's figures; ``MemAvailable`` is used.
-    cgroup : Path
-        A cgroup v2 folder; without ``memory.max`` in it there is no limit.
+    root : Path
+        Where ``proc`` and ``sys`` are mounted.
+
+    Raises
+    ------
+    DescriptorLimitError
+        No file descriptor is left to read the figures with.
+    OSError, ValueError
+        ``/proc/meminfo`` cannot be read, or states no ``MemAvailable``.
     """
-    available = _field(meminfo, "MemAvailable:") * 1024
+    meminfo = root / "proc/meminfo"
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        # Clean file cache counts as used there, but goes as soon as memory is wanted.
-        cache = _field(cgroup / "memory.stat", "inactive_file")
-    except (OSError, ValueError):
-        return available
-    if limit == "max":
-        return available
-    return max(0, min(available, int(limit) - used + cache))
+        available = _field(meminfo, "MemAvailable:") * 1024
+    except OSError as error:
+        DescriptorLimitError.raise_for(error, f"reading {meminfo}")
+        raise
+    left = [_left(group, files) for group, files in _groups(root)]
+    return max(0, min([available, *(each for each in left if each is not None)]))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """The folders of this process's control groups, each with all above it up to the mount."""
+    mounts = _mounts(root)
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            files = _V2
+        elif "memory" in controllers.split(","):
+            files = _V1
+        else:
+            continue
+        for mounted_root, mount in mounts[files]:
+            yield from ((folder, files) for folder in _upwards(root, mounted_root, mount, path))
+
+
+def _mounts(root: Path) -> dict[_Files, list[tuple[str, str]]]:
+    """Where each version is mounted: (the group that is mounted, the mount point); see proc(5), mountinfo."""
+    found: dict[_Files, list[tuple[str, str]]] = {_V1: [], _V2: []}
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        where, what = left.split(), right.split()
+        if len(where) < 5 or len(what) < 3:
+            continue
+        if what[0] == "cgroup2":
+            found[_V2].append((where[3], where[4]))
+        elif what[0] == "cgroup" and "memory" in what[2].split(","):
+            found[_V1].append((where[3], where[4]))
+    return found
+
+
+def _upwards(root: Path, mounted_root: str, mount: str, path: str) -> Iterator[Path]:
+    """The folder of the group `path` and those above it, as far as the mount shows them."""
+    top = root / mount.lstrip("/")
+    # A container may see only its own group mounted (then its path begins with that), or its own as "/".
+    inside = path[len(mounted_root) :] if _begins(path, mounted_root) else ""
+    parts = [part for part in inside.split("/") if part]
+    if ".." in parts:  # it was moved out of its namespace: only the mount's own limits are known
+        parts = []
+    for count in range(len(parts), -1, -1):
+        yield top.joinpath(*parts[:count])
+
+
+def _begins(path: str, mounted_root: str) -> bool:
+    return mounted_root == "/" or path == mounted_root or path.startswith(mounted_root + "/")
+
+
+def _left(group: Path, files: _Files) -> int | None:
+    """Bytes below one group's limit; None: it has none, or has no memory controller (the root of v2)."""
+    try:
+        limit = (group / files.limit).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / files.usage).read_text())
+        return int(limit) - used + _field(group / "memory.stat", files.cache)
+    except ValueError:
+        return None
+    except OSError as error:
+        DescriptorLimitError.raise_for(error, f"reading {group}")
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError as error:
+        DescriptorLimitError.raise_for(error, f"reading {path}")
+        return []
 
 
 def _field(path: Path, key: str) -> int:

@@ -30,7 +30,8 @@ class ArenaState(str, enum.Enum):
     BACKED = "backed"
     """``[0, backed_bytes)`` has memory."""
     BROKEN = "broken"
-    """The driver failed while undoing a failure: nothing but `Arena.close` is possible."""
+    """What is mapped is not what should be: the driver failed while undoing a failure, or something else
+    unmapped a handle. Nothing but `Arena.close` is possible."""
     CLOSED = "closed"
     """Nothing is left."""
 
@@ -54,8 +55,9 @@ class Arena:
     """A reservation and the handles that back its prefix.
 
     Every method that changes something is a transaction: if it raises, the
-    arena holds the handles, and they the contents, that it held before. Not
-    thread-safe.
+    arena holds the handles, and they the contents, that it held before; or,
+    where that cannot be, it is `BROKEN`, and `close` lets go of what is left.
+    Each also sees first that every handle is still mapped. Not thread-safe.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ class Arena:
     Raises
     ------
     ArenaStateError
-        `reserved_bytes` is no byte count that can be reserved.
+        `reserved_bytes` is not a byte count that can be reserved.
     DriverError
         The addresses cannot be had.
     """
@@ -85,12 +87,13 @@ class Arena:
         self.state = ArenaState.RESERVED
         self._handles = Handles(driver, self.base)
         self._holds_addresses = True
+        self._given_back: tuple[int, ...] = ()
         self._tensor: torch.Tensor | None = None
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """The mapped handles, in the order of their offsets."""
-        return tuple(Mapping(r.offset, r.nbytes, r.handle) for r in self._handles.live if r.mapped)
+        """The handles that can be accessed, in the order of their offsets."""
+        return tuple(Mapping(r.offset, r.nbytes, r.handle) for r in self._handles.live if r.accessible)
 
     @property
     def backed_bytes(self) -> int:
@@ -145,6 +148,7 @@ class Arena:
         size = self._checked_size(nbytes)
         with self._watched():
             self._handles.swap(size)
+        self._given_back = ()
         self.state = ArenaState.BACKED
 
     def grow(self, nbytes: int) -> None:
@@ -168,16 +172,17 @@ class Arena:
         """
         self._require(ArenaState.BACKED, "grow")
         size = self._checked_size(nbytes)
-        start = self.backed_bytes
-        if size <= start:
-            return
         with self._watched():
-            self._handles.append(start, size - start)
+            missing = size - self.backed_bytes
+            if missing <= 0:
+                return
+            self._handles.append([missing])
+        self._given_back = ()
 
     def shrink(self, nbytes: int) -> None:
         """Keep only ``[0, nbytes)``: release the handles behind it.
 
-        A part of a handle cannot be given back (CUDA refuses it), nor can the
+        A part of a handle cannot be released (CUDA refuses it), nor can the
         first handle, which holds the sink.
 
         Parameters
@@ -194,24 +199,51 @@ class Arena:
             The driver failed.
         """
         size = self.check_shrink(nbytes)
+        gone = tuple(mapping.nbytes for mapping in self.mappings if mapping.offset >= size)
         with self._watched():
-            self._handles.cut(size)
+            self._handles.shrink(size)
+        self._given_back = gone
+
+    def revert_shrink(self) -> None:
+        """Take the last `shrink` back: handles of the same sizes again, filled with zeros.
+
+        For whoever composes it with steps that may fail after it. `grow` would
+        make one handle of them all, and sizes between them would be refused
+        from then on.
+
+        Raises
+        ------
+        ArenaStateError
+            The arena is closed or broken, or no `shrink` is left to take back:
+            every other change of its size forgets it.
+        OutOfMemoryError, DriverError
+            The device refused; nothing was taken.
+        """
+        self._require(ArenaState.BACKED, "take a shrink back")
+        if not self._given_back:
+            raise ArenaStateError(
+                f"The arena's {self.backed_bytes} bytes were not shrunk last; there is nothing to take back.",
+                fix="Call it right after shrink(), or use grow().",
+            )
+        with self._watched():
+            self._handles.append(self._given_back)
+        self._given_back = ()
 
     def check_shrink(self, nbytes: int) -> int:
         """`nbytes`, if `shrink` would take it; raises what that raises, and changes nothing."""
-        self._require(ArenaState.BACKED, "give memory back")
+        self._require(ArenaState.BACKED, "shrink")
         ends = [mapping.end for mapping in self.mappings]
         size = as_count(nbytes) or 0
         if size not in ends[:-1]:
             raise ArenaStateError(
-                f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot be cut to "
-                f"{nbytes!r}: memory goes back in whole handles.",
+                f"{self.backed_bytes} bytes are backed by {len(ends)} handles and cannot shrink to "
+                f"{nbytes!r}: memory is released in whole handles.",
                 fix=_nearest(size, ends[:-1]),
             )
         return size
 
-    def unback(self) -> None:
-        """Release every handle; only the addresses stay. A transaction, as `shrink` is.
+    def shrink_to_zero(self) -> None:
+        """Release every handle, the sink's too; only the addresses stay.
 
         Raises
         ------
@@ -220,9 +252,10 @@ class Arena:
         DriverError
             The driver failed.
         """
-        self._require(ArenaState.BACKED, "give its memory back")
+        self._require(ArenaState.BACKED, "shrink")
         with self._watched():
-            self._handles.cut(0)
+            self._handles.shrink(0)
+        self._given_back = ()
         self.state = ArenaState.RESERVED
 
     def export_fds(self) -> tuple[int, ...]:
@@ -237,7 +270,7 @@ class Arena:
         """
         self._require_open("export its handles")
         fds: list[int] = []
-        with Transaction() as transaction:
+        with self._watched(), Transaction() as transaction:
             for mapping in self.mappings:
                 fd = self.driver.export_fd(mapping.handle)
                 fds.append(fd)
@@ -280,7 +313,9 @@ class Arena:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
+        """Before the block, see that all is mapped; after a failure, whether it still is."""
         try:
+            self._handles.require_mapped()
             yield
         except BaseException:
             if not self._handles.intact:
@@ -322,5 +357,5 @@ def _nearest(nbytes: int, sizes: Sequence[int]) -> str:
 
 
 def _rounded(nbytes: object, granularity: int) -> int:
-    """Up to whole granules; 0 for what is no byte count."""
+    """Up to whole granules; 0 for what is not a byte count."""
     return -(-(as_count(nbytes) or 0) // granularity) * granularity

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from kvarena.pool import _cuda_api as cuda
-from kvarena.pool.errors import DriverError, DriverUnavailableError, OutOfMemoryError
+from kvarena.pool.errors import (
+    DescriptorLimitError,
+    DriverError,
+    DriverUnavailableError,
+    MappingLeftError,
+    OutOfMemoryError,
+    UnknownHandleError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -94,32 +103,54 @@ class CudaVmm:
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """See `Driver.map`."""
-        where = f"{nbytes} bytes at {address:#x}"
-        cuda.call("cuMemMap", address, nbytes, 0, handle, 0, detail=where)
+        cuda.call("cuMemMap", address, nbytes, 0, handle, 0, detail=f"{nbytes} bytes at {address:#x}")
         try:
             self._set_access(address, nbytes)
-        except BaseException:
-            cuda.call("cuMemUnmap", address, nbytes, detail=where)
+        except BaseException as error:
+            try:
+                self._unmap(address, nbytes)
+            except DriverError as second:
+                raise MappingLeftError(second.op, second.code, f"{second.detail}, after: {error}") from error
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
         """See `Driver.unmap`."""
         self.synchronize()
-        cuda.call("cuMemUnmap", address, nbytes, detail=f"{nbytes} bytes at {address:#x}")
+        self._unmap(address, nbytes)
+
+    def is_mapped(self, address: int, nbytes: int) -> bool:
+        """See `Driver.is_mapped`; CUDA tells only whether some handle is mapped at `address`."""
+        try:
+            handle = cuda.call("cuMemRetainAllocationHandle", address)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return False
+        cuda.call("cuMemRelease", handle)
+        return True
 
     def release(self, handle: int) -> None:
         """See `Driver.release`."""
-        cuda.call("cuMemRelease", handle, detail=f"handle {handle:#x}")
+        detail = f"handle {handle:#x}"
+        try:
+            cuda.call("cuMemRelease", handle, detail=detail)
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            raise UnknownHandleError(error.op, error.code, detail) from error
 
     def export_fd(self, handle: int) -> int:
         """See `Driver.export_fd`."""
-        fd = int(cuda.call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+        with _descriptors("cuMemExportToShareableHandle"):
+            fd = int(cuda.call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int, nbytes: int) -> int:
         """See `Driver.import_fd`; CUDA does not tell a handle's size, so a wrong one fails in `map`."""
-        return int(cuda.call("cuMemImportFromShareableHandle", fd, self._fd_type, detail=f"descriptor {fd}"))
+        op = "cuMemImportFromShareableHandle"
+        with _descriptors(op):
+            return int(cuda.call(op, fd, self._fd_type, detail=f"descriptor {fd}"))
 
     def free_bytes(self) -> int:
         """See `Driver.free_bytes`. Torch's cached free blocks are released first, as nobody else could.
@@ -171,7 +202,11 @@ class CudaVmm:
         return released
 
     def _create(self, nbytes: int) -> int:
-        return int(cuda.call("cuMemCreate", nbytes, self._prop, 0, detail=f"{nbytes} bytes"))
+        with _descriptors("cuMemCreate"):
+            return int(cuda.call("cuMemCreate", nbytes, self._prop, 0, detail=f"{nbytes} bytes"))
+
+    def _unmap(self, address: int, nbytes: int) -> None:
+        cuda.call("cuMemUnmap", address, nbytes, detail=f"{nbytes} bytes at {address:#x}")
 
     def _set_access(self, address: int, nbytes: int) -> None:
         cuda.call(
@@ -227,6 +262,20 @@ class CudaVmm:
         return both
 
 
+@contextmanager
+def _descriptors(op: str) -> Iterator[None]:
+    """Tell a failure for want of file descriptors, which CUDA reports by other names, from all others."""
+    try:
+        yield
+    except DriverError as error:
+        if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+            try:
+                os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as second:
+                DescriptorLimitError.raise_for(second, f"{op} ({error.code})")
+        raise
+
+
 class _Span:
     """Addresses as torch takes them in (CUDA Array Interface, version 3)."""
 
@@ -252,7 +301,7 @@ def _torch_device(device: torch.device | str | int) -> torch.device:
         )
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if wanted.type != "cuda":
-        raise DriverUnavailableError("CudaVmm", "CUDA_ERROR_INVALID_DEVICE", f"{wanted} is no CUDA device")
+        raise DriverUnavailableError("CudaVmm", "CUDA_ERROR_INVALID_DEVICE", f"{wanted} is not a CUDA device")
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     count = torch.cuda.device_count()
     if not 0 <= index < count:

@@ -13,8 +13,10 @@ __all__ = ["Driver"]
 class Driver(Protocol):
     """Virtual memory of one device: addresses, handles, and mappings between them.
 
-    Every method is all or nothing: one that raises leaves no address, handle or mapping behind.
-    Sizes and addresses are bytes and multiples of `granularity`, except in `zero` and `tensor`.
+    Every method is all or nothing: one that raises leaves no address, handle or mapping behind,
+    except as `MappingLeftError` says. Whatever needs a file descriptor raises `DescriptorLimitError`
+    when none is left. Sizes and addresses are bytes and multiples of `granularity`, except in `zero`
+    and `tensor`.
     """
 
     @property
@@ -55,15 +57,22 @@ class Driver(Protocol):
         ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Map a whole handle into a reservation, readable and writable."""
+        """Map a whole handle into a reservation, readable and writable.
+
+        Raises `MappingLeftError` when it failed halfway and what it had done could not be undone.
+        """
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Take the mapping of a whole handle away; waits for work that may use it."""
         ...
 
+    def is_mapped(self, address: int, nbytes: int) -> bool:
+        """Whether a handle of `nbytes` is mapped at `address`; asked before every change, so it is quick."""
+        ...
+
     def release(self, handle: int) -> None:
-        """Drop a handle; its memory is free once nothing maps it."""
+        """Drop a handle; its memory is free once nothing maps it. Raises `UnknownHandleError`."""
         ...
 
     def export_fd(self, handle: int) -> int:

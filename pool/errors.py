@@ -1,26 +1,34 @@
-"""What can go wrong in memory, each with its numbers and what to do about it."""
+"""What can go wrong in memory, each with its numbers and what to do about it.
+
+Errors of functions that SGLang has under the same name are also what SGLang
+raises there, so that an ``except RuntimeError`` or ``except ValueError``
+around such a call keeps working.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvarena.errors import KvArenaError
+from kvarena.errors import DescriptorLimitError, KvArenaError
 
 __all__ = [
     "AllocatorError",
     "ArenaStateError",
+    "DescriptorLimitError",
     "DriverError",
     "DriverUnavailableError",
     "LayoutError",
+    "MappingLeftError",
     "OutOfMemoryError",
     "PoolSizeError",
     "PoolStateError",
     "RefusedError",
+    "UnknownHandleError",
 ]
 
 
-class DriverError(KvArenaError):
+class DriverError(KvArenaError, RuntimeError):
     """A call to the device's virtual memory failed.
 
     Parameters
@@ -39,10 +47,22 @@ class DriverError(KvArenaError):
         super().__init__(f"{op} failed with {code}{': ' if detail else ''}{detail}.", fix=fix)
         self.op = op
         self.code = code
+        self.detail = detail
 
 
 class DriverUnavailableError(DriverError):
     """There is no such device or driver on this machine, or it lacks what an arena needs."""
+
+
+class MappingLeftError(DriverError):
+    """Mapping a handle failed, and so did the driver's own undo: it is mapped, but cannot be accessed.
+
+    Whoever called `Driver.map` must still call `Driver.unmap`, sooner or later.
+    """
+
+
+class UnknownHandleError(DriverError):
+    """There is no such handle: it was never made here, or was released before."""
 
 
 class OutOfMemoryError(DriverError):
@@ -69,16 +89,20 @@ class OutOfMemoryError(DriverError):
         self.free = free
 
 
-class ArenaStateError(KvArenaError):
-    """The arena cannot do this in the state that it is in, or with this size; it is unchanged."""
+class ArenaStateError(KvArenaError, RuntimeError):
+    """The arena cannot do this in the state that it is in, or with this size."""
 
 
-class LayoutError(KvArenaError):
+class LayoutError(KvArenaError, ValueError):
     """A sub-pool's description, or the set of them, cannot be laid out."""
 
 
-class PoolSizeError(KvArenaError):
+class PoolSizeError(KvArenaError, ValueError, RuntimeError):
     """A pool cannot have this size; it is unchanged.
+
+    SGLang's ``finalize_backing`` and ``resize`` raise `ValueError` for a
+    missing byte count and `RuntimeError` for one that is too small or not the
+    pool's: this is both.
 
     Parameters
     ----------
@@ -86,7 +110,7 @@ class PoolSizeError(KvArenaError):
         What was asked for.
     requested : int or None
         Bytes asked for; None: no count was given.
-    least, most : int
+    minimum, maximum : int
         Bytes: the sizes that would have been accepted.
     """
 
@@ -99,15 +123,15 @@ class PoolSizeError(KvArenaError):
         self.maximum = maximum
 
 
-class PoolStateError(KvArenaError):
+class PoolStateError(KvArenaError, RuntimeError):
     """The pool cannot do this in the state that it is in; it is unchanged."""
 
 
-class AllocatorError(KvArenaError):
+class AllocatorError(KvArenaError, RuntimeError):
     """An allocator was asked for something that would corrupt it; it is unchanged."""
 
 
-class RefusedError(KvArenaError):
+class RefusedError(KvArenaError, ValueError):
     """A configuration cannot be sized after capture.
 
     Parameters

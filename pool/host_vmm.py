@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, NoReturn, final
 
 from kvarena.pool._counts import as_count
 from kvarena.pool._host_memory import available_bytes
-from kvarena.pool.errors import DriverError, OutOfMemoryError
+from kvarena.pool.errors import (
+    DescriptorLimitError,
+    DriverError,
+    MappingLeftError,
+    OutOfMemoryError,
+    UnknownHandleError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +117,14 @@ class HostVmm:
         slack = self.granularity - mmap.PAGESIZE
         raw = self._mmap(None, nbytes + slack, _PROT_NONE, _INACCESSIBLE, -1)
         address = -(-raw // self.granularity) * self.granularity
-        if address > raw:
-            self._munmap(raw, address - raw)
-        if address + nbytes < raw + nbytes + slack:
-            self._munmap(address + nbytes, raw + slack - address)
+        try:
+            if address > raw:
+                self._munmap(raw, address - raw)
+            if address < raw + slack:
+                self._munmap(address + nbytes, raw + slack - address)
+        except BaseException:
+            self._munmap(raw, nbytes + slack)
+            raise
         self._reservations[address] = nbytes
         return address
 
@@ -138,10 +148,11 @@ class HostVmm:
         try:
             fd = os.memfd_create("kvarena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
+            DescriptorLimitError.raise_for(error, "memfd_create")
             raise DriverError("memfd_create", _name(error.errno)) from error
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            # A peer that holds the descriptor can then not cut the memory away beneath us.
+            # So that a peer that holds the descriptor cannot truncate the memory beneath us.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             os.close(fd)
@@ -160,20 +171,28 @@ class HostVmm:
         record = self._handle("mmap", handle)
         self._check_mappable(address, nbytes, record)
         self._mmap(address, nbytes, _PROT_NONE, mmap.MAP_SHARED | _MAP_FIXED, record.fd)
+        self._mappings[address] = record
         try:
             self._set_access(address, nbytes)
-        except BaseException:
-            self._mmap(address, nbytes, _PROT_NONE, _INACCESSIBLE | _MAP_FIXED, -1)
+        except BaseException as error:
+            try:
+                self.unmap(address, nbytes)
+            except DriverError as second:
+                raise MappingLeftError(second.op, second.code, f"{second.detail}, after: {error}") from error
             raise
-        self._mappings[address] = record
 
     def unmap(self, address: int, nbytes: int) -> None:
         """See `Driver.unmap`; the addresses stay reserved."""
         record = self._mappings.get(address)
         if record is None or record.nbytes != nbytes:
             raise DriverError("mmap", "EINVAL", f"{nbytes} bytes at {address:#x} are not one mapped handle")
-        self._mmap(address, nbytes, _PROT_NONE, _INACCESSIBLE | _MAP_FIXED, -1)
+        self._unmap(address, nbytes)
         del self._mappings[address]
+
+    def is_mapped(self, address: int, nbytes: int) -> bool:
+        """See `Driver.is_mapped`."""
+        record = self._mappings.get(address)
+        return record is not None and record.nbytes == nbytes
 
     def release(self, handle: int) -> None:
         """See `Driver.release`."""
@@ -184,10 +203,7 @@ class HostVmm:
     def export_fd(self, handle: int) -> int:
         """See `Driver.export_fd`."""
         record = self._handle("dup", handle)
-        try:
-            return os.dup(record.fd)
-        except OSError as error:
-            raise DriverError("dup", _name(error.errno)) from error
+        return _dup(record.fd)
 
     def import_fd(self, fd: int, nbytes: int) -> int:
         """See `Driver.import_fd`. Only a sealed memfd of exactly this size is taken."""
@@ -198,14 +214,10 @@ class HostVmm:
             code = _name(error.errno) if isinstance(error, OSError) else "EBADF"
             raise DriverError("import_fd", code, f"descriptor {fd} is not a memfd") from error
         if not seals & fcntl.F_SEAL_SHRINK:
-            raise DriverError("import_fd", "EPERM", f"descriptor {fd} could be cut short by its owner")
+            raise DriverError("import_fd", "EPERM", f"descriptor {fd} could be truncated by its owner")
         if size != nbytes:
             raise DriverError("import_fd", "EINVAL", f"the memory has {size} bytes, {nbytes} were expected")
-        try:
-            own = os.dup(fd)
-        except OSError as error:
-            raise DriverError("dup", _name(error.errno)) from error
-        return self._keep(_Handle(own, nbytes, imported=True))
+        return self._keep(_Handle(_dup(fd), nbytes, imported=True))
 
     def free_bytes(self) -> int:
         """See `Driver.free_bytes`: what the limit leaves, and never more than the machine has."""
@@ -225,6 +237,9 @@ class HostVmm:
 
         span = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(span, dtype=torch.uint8)
+
+    def _unmap(self, address: int, nbytes: int) -> None:
+        self._mmap(address, nbytes, _PROT_NONE, _INACCESSIBLE | _MAP_FIXED, -1)
 
     def _set_access(self, address: int, nbytes: int) -> None:
         if _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE) != 0:
@@ -248,14 +263,14 @@ class HostVmm:
     def _handle(self, op: str, handle: int) -> _Handle:
         record = self._handles.get(handle)
         if record is None:
-            raise DriverError(op, "EBADF", f"handle {handle} does not exist or was released")
+            raise UnknownHandleError(op, "EBADF", f"handle {handle} does not exist or was released")
         return record
 
     def _check_size(self, op: str, nbytes: int) -> None:
         size = as_count(nbytes) or 0
         if size <= 0 or size % self.granularity:
             raise DriverError(
-                op, "EINVAL", f"{nbytes!r} is no positive multiple of the granularity {self.granularity}"
+                op, "EINVAL", f"{nbytes!r} is not a positive multiple of the granularity {self.granularity}"
             )
         if size > sys.maxsize:  # ctypes would pass on the lower 64 bits
             raise DriverError(op, "ENOMEM", f"{nbytes} bytes are more than there are addresses")
@@ -264,7 +279,7 @@ class HostVmm:
         if nbytes != record.nbytes:
             raise DriverError("mmap", "EINVAL", f"the handle has {record.nbytes} bytes, not {nbytes}")
         if address % self.granularity:
-            raise DriverError("mmap", "EINVAL", f"{address:#x} is no multiple of {self.granularity}")
+            raise DriverError("mmap", "EINVAL", f"{address:#x} is not a multiple of {self.granularity}")
         if not any(
             start <= address and address + nbytes <= start + size
             for start, size in list(self._reservations.items())
@@ -288,6 +303,14 @@ class _Handle:
     fd: int
     nbytes: int
     imported: bool
+
+
+def _dup(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        DescriptorLimitError.raise_for(error, "dup")
+        raise DriverError("dup", _name(error.errno)) from error
 
 
 def _name(code: int | None) -> str:

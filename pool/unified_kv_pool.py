@@ -29,6 +29,14 @@ class ContiguousBufInfos(NamedTuple):
     """Bytes of one page envelope."""
 
 
+class _Shrink(NamedTuple):
+    """What `UnifiedKVPool.revert_shrink` goes back to."""
+
+    total_bytes: int
+    releases: bool
+    """Whether handles were released."""
+
+
 @final
 class UnifiedKVPool:
     """Sub-pools that share the bytes of one arena: one grows up, one down, others float between.
@@ -90,6 +98,7 @@ class UnifiedKVPool:
         self.total_bytes = self.reserved_bytes
         self.finalized = not post_capture_active
         self.driver = driver
+        self._before_shrink: _Shrink | None = None
         self.arena = Arena(driver, self.reserved_bytes)
         try:
             self.arena.back(self.active_allocation_bytes)
@@ -147,7 +156,10 @@ class UnifiedKVPool:
         return -(-self.sink_bytes // self.page_bytes(name))
 
     def max_slots(self, name: str) -> int:
-        """Slots of `num_pages`."""
+        """Physical slots of `num_pages`: no physical id of an allocator reaches it.
+
+        Virtual ids may, after a shrink; their bound is the allocator's `max_slots`.
+        """
         return self.num_pages(name) * self.slots_per_page(name)
 
     def min_slot_index(self, name: str) -> int:
@@ -195,7 +207,7 @@ class UnifiedKVPool:
         Raises
         ------
         PoolSizeError
-            No byte count, above the reservation, or below the floor for one request.
+            Not a byte count, above the reservation, or below the floor for one request.
         """
         return check_size(total_bytes, minimum=self.floor_bytes, maximum=self.reserved_bytes)
 
@@ -212,9 +224,9 @@ class UnifiedKVPool:
         PoolStateError
             The pool is eager, closed, or final already.
         PoolSizeError
-            No byte count, above the reservation, or below the floor for one request.
+            Not a byte count, above the reservation, or below the floor for one request.
         OutOfMemoryError, DriverError
-            The device refused. In every case the pool is as it was.
+            The device refused. In every case the pool is unchanged.
         """
         total_bytes = self.check_finalize(config)
         self.arena.back(total_bytes)
@@ -231,7 +243,7 @@ class UnifiedKVPool:
             )
         if self.finalized:
             raise PoolStateError(
-                f"The pool is final already, with {self.total_bytes} bytes.", fix="Use grow() or give_back()."
+                f"The pool is final already, with {self.total_bytes} bytes.", fix="Use grow() or shrink()."
             )
         return self.check_total_bytes(getattr(config, "unified_memory_pool_bytes", None))
 
@@ -252,8 +264,9 @@ class UnifiedKVPool:
             self.arena.back(self.sink_bytes)
         except OutOfMemoryError:
             # The pool may hold the last free byte, and nothing in it is wanted any more.
-            self.arena.unback()
+            self.arena.shrink_to_zero()
             self.arena.back(self.sink_bytes)
+        self._before_shrink = None
         self.total_bytes = self.reserved_bytes
         self.finalized = False
 
@@ -272,7 +285,7 @@ class UnifiedKVPool:
         PoolSizeError
             It is not more than now, or more than was reserved.
         OutOfMemoryError, DriverError
-            The device refused. In every case the pool is as it was.
+            The device refused. In every case the pool is unchanged.
         """
         self._require_resizable("grow")
         total_bytes = self.check_total_bytes(total_bytes)
@@ -282,9 +295,10 @@ class UnifiedKVPool:
                 requested=total_bytes,
                 minimum=self.total_bytes + 1,
                 maximum=self.reserved_bytes,
-                fix="Use give_back() to shrink.",
+                fix="Use shrink() for less.",
             )
         self.arena.grow(total_bytes)
+        self._before_shrink = None
         self.total_bytes = total_bytes
 
     def shrink(self, total_bytes: int) -> None:
@@ -304,19 +318,48 @@ class UnifiedKVPool:
         ArenaStateError
             The size is inside a handle; the nearest that are not are named.
         DriverError
-            The device refused. In every case the pool is as it was.
+            The device refused. In every case the pool is unchanged.
         """
         total_bytes, backed = self._checked_shrink(total_bytes)
-        if backed < self.arena.backed_bytes:  # else only bytes that rounding up had added change hands
+        releases = backed < self.arena.backed_bytes  # else only bytes that rounding up had added change hands
+        if releases:
             self.arena.shrink(backed)
+        self._before_shrink = _Shrink(self.total_bytes, releases)
         self.total_bytes = total_bytes
+
+    def revert_shrink(self) -> None:
+        """Take the last `shrink` back: its size and handles of the same sizes again, with zeros.
+
+        For whoever composes it with steps that may fail after it. `grow` to the
+        former size would join the handles, and sizes between them, to which the
+        pool could shrink before, would be refused from then on.
+
+        Raises
+        ------
+        PoolStateError
+            The pool is eager, closed or not final yet, or was not shrunk since
+            its size last changed in another way.
+        OutOfMemoryError, DriverError
+            The device refused; the pool is unchanged.
+        """
+        self._require_resizable("take a shrink back")
+        before = self._before_shrink
+        if before is None:
+            raise PoolStateError(
+                f"The pool's {self.total_bytes} bytes are not what a shrink left: nothing to take back.",
+                fix="Call it right after shrink(), or use grow().",
+            )
+        if before.releases:
+            self.arena.revert_shrink()
+        self.total_bytes = before.total_bytes
+        self._before_shrink = None
 
     def check_shrink(self, total_bytes: int) -> int:
         """The size that `shrink` would take; raises what that raises, and changes nothing."""
         return self._checked_shrink(total_bytes)[0]
 
     def _checked_shrink(self, total_bytes: int) -> tuple[int, int]:
-        self._require_resizable("give memory back")
+        self._require_resizable("shrink")
         total_bytes = self.check_total_bytes(total_bytes)
         if total_bytes >= self.total_bytes:
             raise PoolSizeError(

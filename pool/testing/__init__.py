@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from kvarena.pool.errors import DriverError
+from kvarena.pool.errors import DriverError, MappingLeftError
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,11 @@ class FailingDriver:
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """See `Driver.map`."""
         self._count("map")
-        self.driver.map(address, nbytes, handle)
+        try:
+            self.driver.map(address, nbytes, handle)
+        except MappingLeftError:
+            self._mappings[address] = nbytes
+            raise
         self._mappings[address] = nbytes
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -162,6 +166,10 @@ class FailingDriver:
         self._count("unmap")
         self.driver.unmap(address, nbytes)
         self._mappings.pop(address, None)
+
+    def is_mapped(self, address: int, nbytes: int) -> bool:
+        """The answer of the driver beneath; it takes nothing, so it is not counted."""
+        return self.driver.is_mapped(address, nbytes)
 
     def release(self, handle: int) -> None:
         """See `Driver.release`."""

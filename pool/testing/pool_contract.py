@@ -236,7 +236,7 @@ class PoolContract(PoolFixtures):
             with pytest.raises(PoolStateError, match="closed"):
                 step()
 
-    def test_growth_keeps_and_give_back_keeps(self, driver: Driver, pool: UnifiedKVPool) -> None:
+    def test_growth_and_shrinking_keep_contents(self, driver: Driver, pool: UnifiedKVPool) -> None:
         size = driver.granularity
         pool.finalize_backing(sized(10 * size + 5))
         pool.raw[: 10 * size + 5] = 6
@@ -261,6 +261,35 @@ class PoolContract(PoolFixtures):
         pool.shrink(10 * size + 5)
         assert exposed_capacities(pool) == small
         assert int(pool.raw[: 10 * size + 5].min()) == 6
+
+    def test_a_shrink_can_be_taken_back_with_its_handles(self, driver: Driver, pool: UnifiedKVPool) -> None:
+        """Undone by `grow`, sizes to which the pool could shrink before were refused."""
+        size = driver.granularity
+        with pytest.raises(PoolStateError, match="not final yet"):
+            pool.revert_shrink()
+        pool.finalize_backing(sized(10 * size))
+        for granules in (13, 15):
+            pool.grow(granules * size + 5)
+        pool.raw[: 15 * size + 5] = 6
+        before, addresses = exposed_capacities(pool), addresses_of(pool)
+        with pytest.raises(PoolStateError, match="nothing to take back"):
+            pool.revert_shrink()
+        pool.shrink(10 * size)
+        pool.revert_shrink()
+        assert exposed_capacities(pool) == before
+        assert addresses_of(pool) == addresses
+        assert int(pool.raw[: 10 * size].min()) == 6
+        assert int(pool.raw[10 * size : 15 * size + 5].max()) == 0
+        with pytest.raises(PoolStateError, match="nothing to take back"):
+            pool.revert_shrink()
+        pool.shrink(13 * size + 5)
+        pool.shrink(13 * size + 1)  # within a granule: no handle goes
+        pool.revert_shrink()
+        assert pool.total_bytes == 13 * size + 5
+        pool.shrink(10 * size)
+        pool.grow(11 * size)
+        with pytest.raises(PoolStateError, match="nothing to take back"):
+            pool.revert_shrink()
 
     def test_growth_within_a_granule_takes_no_handle(self, driver: Driver, pool: UnifiedKVPool) -> None:
         size = driver.granularity

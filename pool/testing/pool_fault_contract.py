@@ -66,13 +66,14 @@ class PoolFaultContract(PoolFixtures):
                 pool.close()
         assert number == 6  # reserve, create, map, zero, tensor, and the one that did not fail
 
-    @pytest.mark.parametrize("step", ["finalize", "grow", "shrink", "revert"])
+    @pytest.mark.parametrize("step", ["finalize", "grow", "shrink", "revert shrink", "revert"])
     def test_a_failure_at_any_call_leaves_before_or_after(self, driver: FailingDriver, step: str) -> None:
         size = driver.granularity
         steps: dict[str, Callable[[UnifiedKVPool], None]] = {
             "finalize": lambda pool: pool.finalize_backing(sized(9 * size + 7)),
             "grow": lambda pool: pool.grow(12 * size),
             "shrink": lambda pool: pool.shrink(5 * size),
+            "revert shrink": lambda pool: pool.revert_shrink(),
             "revert": lambda pool: pool.revert_finalize(),
         }
         failed = True
@@ -83,6 +84,9 @@ class PoolFaultContract(PoolFixtures):
             if step != "finalize":
                 pool.finalize_backing(sized(5 * size))
                 pool.grow(8 * size)
+                pool.grow(10 * size)
+            if step == "revert shrink":
+                pool.shrink(5 * size)
             pool.raw[: pool.active_allocation_bytes] = 4
             before, addresses = exposed_capacities(pool), addresses_of(pool)
             driver.fail_at = number

@@ -230,7 +230,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         free_bytes : int
             What the device has now; 0 where it is known to be too little.
         """
-        minimum = self._cost().total_bytes(self.chunk)
+        # A limit between two granules is rounded down, for whole ones are backed.
+        minimum = -(-self._cost().total_bytes(self.chunk) // granularity) * granularity
         if settings.pool_bytes is not None and settings.pool_bytes < minimum:
             return (
                 f"a limit of {settings.pool_bytes} bytes on the pool",

@@ -209,7 +209,7 @@ class SglangPool:
         if len(self.arena.mappings) != 1 or self.arena.backed_bytes > self.arena_sink_bytes:
             # Released first: the final size may have left no room for even the sink beside it.
             if self.arena.mappings:  # none: an attempt before this one ended between the two
-                self.arena.unback()
+                self.arena.shrink_to_zero()
             self.arena.back(self.sink_bytes)
         for name, value in self._eager_fields.items():
             setattr(self.pool, name, value)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from kvarena.pool.testing.arena_contract import ArenaContract
+from kvarena.pool.testing.arena_fault_contract import ArenaFaultContract
 from kvarena.pool.testing.driver_contract import DriverContract
 from kvarena.pool.testing.pool_contract import PoolContract
 from kvarena.pool.testing.pool_fault_contract import PoolFaultContract
@@ -13,7 +14,7 @@ class TestDriver(DriverContract):
     expression = "kvarena.pool.CudaVmm(0)"
 
 
-class TestArena(ArenaContract):
+class TestArena(ArenaContract, ArenaFaultContract):
     expression = "kvarena.pool.CudaVmm(0)"
 
 

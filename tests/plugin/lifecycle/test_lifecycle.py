@@ -273,6 +273,23 @@ def test_a_grow_whose_registration_fails_gives_the_memory_back(life: Life) -> No
     assert _state(life) == before
 
 
+def test_a_shrink_that_a_plugin_fails_is_undone_handle_by_handle(life: Life) -> None:
+    """The undo joined the handles, and sizes that were legal before were refused afterwards."""
+    life.reserve()
+    life.finalize(4 * MIB)
+    for size in (5 * MIB, 6 * MIB, 7 * MIB):
+        life.life.grow(size, life.allocator)
+    before = [(each.offset, each.nbytes) for each in life.pool.arena.mappings]
+    life.watcher.fail_in = "finalized"
+    with pytest.raises(HookError):
+        life.life.shrink(4 * MIB, life.allocator)
+    life.watcher.fail_in = ""
+    assert [(each.offset, each.nbytes) for each in life.pool.arena.mappings] == before
+    assert sum(life.registered) == life.pool.total_bytes == 7 * MIB
+    life.life.shrink(6 * MIB, life.allocator)
+    assert sum(life.registered) == life.pool.total_bytes == 6 * MIB
+
+
 def test_give_back_of_pinned_pages_is_refused_with_everything_as_it_was(life: Life) -> None:
     life.reserve()
     life.finalize(4 * MIB)

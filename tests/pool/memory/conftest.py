@@ -4,4 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("kvarena.pool.testing.arena_contract", "kvarena.pool.testing.driver_contract")
+pytest.register_assert_rewrite(
+    "kvarena.pool.testing.arena_contract",
+    "kvarena.pool.testing.arena_fault_contract",
+    "kvarena.pool.testing.driver_contract",
+)

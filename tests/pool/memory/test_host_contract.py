@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from kvarena.pool.testing.arena_contract import ArenaContract
+from kvarena.pool.testing.arena_fault_contract import ArenaFaultContract
 from kvarena.pool.testing.driver_contract import DriverContract
 
 LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
@@ -17,9 +18,9 @@ class TestDriverWithLargeGranules(DriverContract):
     test_a_handle_travels_to_another_process = None  # type: ignore[assignment]
 
 
-class TestArena(ArenaContract):
+class TestArena(ArenaContract, ArenaFaultContract):
     expression = LIMITED
 
 
-class TestArenaWithLargeGranules(ArenaContract):
+class TestArenaWithLargeGranules(ArenaContract, ArenaFaultContract):
     expression = AS_CUDA

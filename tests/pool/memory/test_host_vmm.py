@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvarena.pool import Arena, DriverError, HostVmm, OutOfMemoryError
-from kvarena.pool._host_memory import available_bytes
+from kvarena.pool import Arena, DescriptorLimitError, DriverError, HostVmm, OutOfMemoryError
 from kvarena.pool.testing import mapped_within, no_leaks
 
 PAGE = mmap.PAGESIZE
@@ -60,7 +59,7 @@ def test_what_aligning_a_reservation_took_is_given_back() -> None:
     assert (int(addresses.read_text().split()[0]) - before) * PAGE < 1 << 29
 
 
-def test_descriptors_that_run_out_are_the_drivers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_that_run_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = HostVmm()
     handle = driver.create(PAGE)
     fd = driver.export_fd(handle)
@@ -70,10 +69,10 @@ def test_descriptors_that_run_out_are_the_drivers_error(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "dup", full)
-        with pytest.raises(DriverError, match="dup failed with EMFILE"):
-            driver.export_fd(handle)
-        with pytest.raises(DriverError, match="dup failed with EMFILE"):
-            driver.import_fd(fd, PAGE)
+        for step in (lambda: driver.export_fd(handle), lambda: driver.import_fd(fd, PAGE)):
+            with pytest.raises(DescriptorLimitError, match=r"dup failed.*RLIMIT_NOFILE") as caught:
+                step()
+            assert str(caught.value.limit) in str(caught.value)
     assert driver.live_bytes == PAGE
     imported = driver.import_fd(fd, PAGE)
     os.close(fd)
@@ -150,20 +149,6 @@ def test_the_machine_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HostVmm(memory_limit=1 << 50).free_bytes() == 3 * PAGE
     with pytest.raises(OutOfMemoryError):
         HostVmm(memory_limit=1 << 50).create(4 * PAGE)
-
-
-def test_a_container_limit_counts(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 900 kB\nMemAvailable:    500 kB\n")
-    assert available_bytes(meminfo, tmp_path / "none") == 500 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\n")
-    assert available_bytes(meminfo, tmp_path) == 500 * 1024
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert available_bytes(meminfo, tmp_path) == 4300
-    (tmp_path / "memory.max").write_text("400\n")
-    assert available_bytes(meminfo, tmp_path) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EIO])
@@ -267,7 +252,7 @@ class TestMisuse:
         with no_leaks():
             with pytest.raises(DriverError, match="has 8192 bytes, 4096 were expected"):
                 driver.import_fd(fd, PAGE)
-            with pytest.raises(DriverError, match="cut short"):
+            with pytest.raises(DriverError, match="truncated"):
                 driver.import_fd(unsealed, PAGE)
         os.close(unsealed)
         os.close(fd)
