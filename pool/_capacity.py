@@ -33,7 +33,7 @@ def change_total_bytes(members: Sequence[PoolMember], total_bytes: int, virtual_
     AllocatorError
         Pages that would have to move are pinned.
     PoolSizeError
-        The pages in use do not fit; the least size that they do is named.
+        The pages in use do not fit; the smallest size that holds them is named.
         In both cases nothing has changed.
     """
     ceilings = [total_bytes // member.page_bytes for member in members]
@@ -46,7 +46,7 @@ def change_total_bytes(members: Sequence[PoolMember], total_bytes: int, virtual_
             requested=total_bytes,
             minimum=minimum,
             maximum=members[0].pool.total_bytes,
-            fix="Free or evict pages first, or give back less.",
+            fix="Free or evict pages first, or shrink less.",
         )
     before = sum(member.moved_pages for member in members)
     # From the top down, each member says how far up the ones below it may reach.

@@ -42,6 +42,7 @@ class HybridCapacity:
                 fix="Use two sub-pools of attention.",
             )
         self.full_attn_allocator.bind_peer(self.swa_attn_allocator)
+        self.swa_attn_allocator._id_source = self.full_attn_allocator
         first, second = self.full_attn_allocator, self.swa_attn_allocator
         self._chain = [first, second] if first.grows_up else [second, first]
         self._set_capacity()
@@ -71,12 +72,16 @@ class HybridCapacity:
     def size_swa(self) -> int:
         """Tokens that the window side holds when the other needs no bytes; never more than there are ids."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        pages = min(swa.num_pages - swa.min_page_index, full.num_virtual_ids - full.min_page_index)
+        pages = min(swa.num_pages - swa.min_page_index, full._id_limit - full.min_page_index)
         return pages * self.page_size
 
     @property
     def max_slots(self) -> int:
-        """Virtual token ids, the sink's among them."""
+        """The bound of token ids, virtual and physical ones of the full side.
+
+        It holds at any time for every id that is out: after a shrink it stays
+        above the ids that were given out before, until they are freed.
+        """
         return self.full_attn_allocator.max_slots
 
     def available_size(self) -> int:
@@ -177,7 +182,7 @@ class HybridCapacity:
         self._change_capacity(self.pool.total_bytes)
 
     def shrink(self, total_bytes: int) -> int:
-        """Leave the bytes from `total_bytes` on, moving pages in use down; then `pool.give_back` may follow.
+        """Use only bytes below `total_bytes`, moving pages in use down; then `pool.shrink` may follow.
 
         Parameters
         ----------
@@ -200,7 +205,7 @@ class HybridCapacity:
         """
         if not self.pool.post_capture_active or not self.pool.finalized:
             raise PoolStateError(
-                "Only a pool that was sized after capture, and is final, gives memory back.",
+                "Only a pool that was sized after capture, and is final, can shrink.",
                 fix="Make it with post_capture_active=True and finalize it.",
             )
         total_bytes = self.pool.check_total_bytes(total_bytes)
@@ -210,7 +215,7 @@ class HybridCapacity:
                 requested=total_bytes,
                 minimum=self.pool.floor_bytes,
                 maximum=self.pool.total_bytes,
-                fix="Use pool.grow() and extend_capacity().",
+                fix="Use pool.grow() and then grow().",
             )
         return self._change_capacity(total_bytes)
 
@@ -219,13 +224,13 @@ class HybridCapacity:
             if side.allocated_count():
                 raise AllocatorError(
                     f"{side.allocated_count()} tokens are allocated in {side.sub_pool_name!r}.",
-                    fix="Free them first, or use extend_capacity() and shrink_capacity().",
+                    fix="Free them first, or use grow() and shrink().",
                 )
 
     def _set_capacity(self) -> None:
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         full._set_capacity(self.pool.max_slots(full.sub_pool_name))
-        swa._set_capacity(self.pool.max_slots(swa.sub_pool_name), virtual_num_pages=full.num_virtual_ids)
+        swa._set_capacity(self.pool.max_slots(swa.sub_pool_name), virtual_num_pages=full._id_limit)
 
     def _change_capacity(self, total_bytes: int) -> int:
         return change_total_bytes(
@@ -233,7 +238,7 @@ class HybridCapacity:
         )
 
     def _available_pages(self) -> int:
-        """The most pages that both sides can take together, in closed form.
+        """The largest number of pages that both sides can take together, in closed form.
 
         Packed, the low side ends where its pages or its last pin do, the high
         side begins likewise, and the two must not overlap: one bound for each

@@ -22,6 +22,9 @@ class PageTables:
     change is one staged upload on the current stream. The storage is made
     once: captured graphs hold its address.
 
+    ``generations`` counts for each virtual page how often it was freed, so
+    that a page noted before can be told from one that was given out again.
+
     Parameters
     ----------
     virtual_pages, physical_pages : int
@@ -31,11 +34,20 @@ class PageTables:
         Where kernels read the tables.
     """
 
-    __slots__ = ("_on_host", "device", "p2v", "physical_to_virtual", "v2p", "virtual_to_physical")
+    __slots__ = (
+        "_on_host",
+        "device",
+        "generations",
+        "p2v",
+        "physical_to_virtual",
+        "v2p",
+        "virtual_to_physical",
+    )
 
     def __init__(self, virtual_pages: int, physical_pages: int, device: torch.device) -> None:
         self.v2p: Pages = np.empty(virtual_pages + 1, dtype=np.int64)
         self.p2v: Pages = np.empty(physical_pages + 1, dtype=np.int64)
+        self.generations: Pages = np.zeros(virtual_pages + 1, dtype=np.int64)
         self.device = device
         self._on_host = device.type == "cpu"
         if self._on_host:
@@ -48,6 +60,7 @@ class PageTables:
 
     def clear(self) -> None:
         """Unmap everything but page 0, the sink, which maps to itself."""
+        self.generations += 1
         for host, table in ((self.v2p, self.virtual_to_physical), (self.p2v, self.physical_to_virtual)):
             host.fill(UNMAPPED)
             host[0] = 0
@@ -67,6 +80,7 @@ class PageTables:
 
     def unbind(self, virtual: Pages, physical: Pages) -> None:
         """Take the mapping of pairs away."""
+        self.generations[virtual] += 1
         self.v2p[virtual] = UNMAPPED
         self.p2v[physical] = UNMAPPED
         if not self._on_host:

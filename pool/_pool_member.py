@@ -32,7 +32,7 @@ class PoolMember:
     Raises
     ------
     LayoutError
-        There is no such sub-pool, or it is no end of the arena.
+        There is no such sub-pool, or it is not an end of the arena.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PoolMember:
         spec = pool.spec(sub_pool_name)
         if spec.grow_direction not in ("up", "down"):
             raise LayoutError(
-                f"Sub-pool {sub_pool_name!r} has grow_direction {spec.grow_direction!r}, which is no end.",
+                f"Sub-pool {sub_pool_name!r} with grow_direction {spec.grow_direction!r} is not an end.",
                 fix='Give it "up" or "down".',
             )
         self.pool = pool
@@ -63,22 +63,36 @@ class PoolMember:
         self._pins = PinCounts(table_pages)
         self._ids = VirtualIds(id_pages if is_id_owner else 0, first=self.min_page_index)
         self._mover = PageMover(pool, sub_pool_name)
-        self.num_pages = self.num_virtual_ids = 0
+        self.num_pages = self._id_limit = self._id_bound = 0
+        self._id_source: PoolMember | None = None
         self._set_capacity(pool.max_slots(sub_pool_name), virtual_num_pages=num_virtual_pages)
 
     @property
+    def num_virtual_ids(self) -> int:
+        """The bound of virtual pages: all that are given out, or can be, are below it.
+
+        After a shrink that is more than the pool has pages for, as long as ids
+        given out before lie above them; it falls when they are freed.
+        """
+        return (self._id_source or self)._id_bound
+
+    @property
     def max_slots(self) -> int:
-        """Slots of `num_pages`, the sink's among them."""
-        return self.num_pages * self.page_size
+        """The bound of token ids, the sink's among them: virtual ones (`num_virtual_ids`) and physical ones.
+
+        Whatever is indexed by ids needs as many entries, after each grow and
+        shrink as well.
+        """
+        return max(self.num_pages, self.num_virtual_ids) * self.page_size
 
     @property
     def size(self) -> int:
-        """`max_slots`, as SGLang's allocators call it."""
-        return self.max_slots
+        """Physical slots, the sink's among them."""
+        return self.num_pages * self.page_size
 
     @property
     def moved_pages(self) -> int:
-        """Pages that were moved so far, to make room or to give memory back."""
+        """Pages that were moved so far, to make room or to shrink."""
         return self._mover.moved_pages
 
     def available_size(self) -> int:
@@ -127,7 +141,8 @@ class PoolMember:
             )
         self._tables.clear()
         self._span.reset(self.min_page_index, self.num_pages)
-        self._ids.reset(self.num_virtual_ids)
+        self._ids.reset(self._id_limit)
+        self._id_bound = self._id_limit
 
     def verify_byte_accounting(self) -> list[str]:
         """What does not add up, in words; empty when all is well.
@@ -143,6 +158,8 @@ class PoolMember:
             found.append("a pinned page is not in use")
         if self.is_id_owner:
             found += self._ids.violations(self._tables.v2p)
+        if np.any(self._tables.v2p[self.num_virtual_ids :] >= 0):
+            found.append(f"virtual pages at or above the bound, {self.num_virtual_ids}, are mapped")
         if self._span.live and not self._is_backed():
             found.append(f"{self._span.live} pages are in use, and not all its pages have memory")
         chain = self._chain()
@@ -213,7 +230,7 @@ class PoolMember:
                 f"it cannot have {pages} and {ids}.",
                 fix="Reserve more before capture, or finalize to at least the floor for one request.",
             )
-        self.num_pages, self.num_virtual_ids = pages, ids
+        self.num_pages, self._id_limit = pages, ids
         self.clear()
 
     def _change_bounds(self, num_pages: int, virtual_num_pages: int) -> None:
@@ -224,9 +241,20 @@ class PoolMember:
         moves = self._span.set_ceiling(num_pages)
         if moves is not None:
             self._move(*moves)
-        self.num_pages, self.num_virtual_ids = num_pages, virtual_num_pages
+        self.num_pages, self._id_limit = num_pages, virtual_num_pages
+        self._id_bound = self._highest_id(len(self._tables.v2p))
         if self.is_id_owner:
             self._ids.set_limit(virtual_num_pages, self._tables.v2p)
+
+    def _retire(self, pages: Pages) -> None:
+        """Lower the bound of ids, if the highest above the limit is among the freed `pages`."""
+        if self._id_bound > self._id_limit and int(pages.max()) == self._id_bound - 1:
+            self._id_bound = self._highest_id(self._id_bound)
+
+    def _highest_id(self, end: int) -> int:
+        """One past the highest virtual page below `end` that is out, or the limit if that is more."""
+        out = np.flatnonzero(self._tables.v2p[self._id_limit : end] >= 0)
+        return self._id_limit + (int(out[-1]) + 1 if len(out) else 0)
 
     def _move(self, source: Pages, target: Pages) -> None:
         if len(source):
@@ -283,5 +311,5 @@ class PoolMember:
         raise AllocatorError(
             f"{self.sub_pool_name!r} knows {self.num_pages} pages, the pool has memory for "
             f"{self.pool.num_pages(self.sub_pool_name)}.",
-            fix="Call resize() after finalize, and shrink_capacity() before memory is given back.",
+            fix="Call resize() after finalize, and the allocator's shrink() before the pool's.",
         )

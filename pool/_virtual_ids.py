@@ -48,7 +48,7 @@ class VirtualIds:
         self._count = start
         return pages
 
-    def shrink(self, pages: Pages) -> None:
+    def put_back(self, pages: Pages) -> None:
         """Take pages back; those beyond the limit, given out before it fell, are retired."""
         if self._limit < len(self._stack):
             pages = pages[pages < self._limit]

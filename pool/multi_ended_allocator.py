@@ -86,7 +86,7 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         Raises
         ------
         AllocatorError
-            `need_size` is no count of whole pages, this allocator owns no
+            `need_size` is not a count of whole pages, this allocator owns no
             ids, or its pages have no memory yet.
         """
         count = count_of(need_size, self.page_size, self.sub_pool_name)
@@ -120,6 +120,8 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         if not self._make_room(len(pages)):
             return False
         self._take_for(pages)
+        if len(pages):
+            self._id_bound = max(self._id_bound, int(pages.max()) + 1)
         return True
 
     def free(self, free_index: Ids) -> None:
@@ -143,7 +145,7 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         ------
         AllocatorError
             As `free`; also when the run is not made of whole pages in order
-            (only the last may be cut short).
+            (only the last may be partial).
         """
         self._free_or_defer(self._reader.segment_pages(free_index, start_pos))
 
@@ -163,6 +165,12 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
 
         Shapes and devices are kept; int64. `out` is written in place, for
         captured graphs.
+
+        Raises
+        ------
+        AllocatorError
+            `ids` are not int32 or int64, or `out` is not an int64 tensor of
+            their shape on their device; nothing is written.
         """
         return translate(self._tables.for_ids(ids), ids, self.page_size, out=out)
 
@@ -203,6 +211,10 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         if len(virtual):
             self._tables.bind(virtual, self._span.take(len(virtual)))
 
+    def _generations(self) -> Pages:
+        """See `FreeGroup`."""
+        return self._tables.generations
+
     def _check_free(self, pages: Pages) -> Pages:
         """Those of distinct pages that there is something to free of (see `FreeGroup`)."""
         physical = self._tables.v2p[pages]
@@ -231,7 +243,8 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
         self._tables.unbind(pages, physical)
         self._span.release(physical)
         if self.is_id_owner:
-            self._ids.shrink(pages)
+            self._ids.put_back(pages)
+        self._retire(pages)
 
     def _physical(self, pages: Pages) -> Pages:
         physical = self._tables.v2p[pages]

@@ -153,13 +153,13 @@ class UnifiedSWATokenToKVPoolAllocator(FreeGroup, HybridCapacity):
     # Reading
 
     def translate_kv_loc(self, ids: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Virtual to physical token ids on the full side, where `ids` lie."""
+        """Virtual to physical token ids on the full side; see `MultiEndedAllocator.translate_kv_loc`."""
         return self.full_attn_allocator.translate_kv_loc(ids, out=out)
 
     def translate_loc_from_full_to_swa(
         self, ids: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Virtual to physical token ids on the window side, where `ids` lie; tombstones become 0."""
+        """The same on the window side; tombstones become 0."""
         return self.swa_attn_allocator.translate_kv_loc(ids, out=out)
 
     def transfer_pages(self, ids: Ids, which: Literal["full", "swa"]) -> Pages:
@@ -251,6 +251,10 @@ class UnifiedSWATokenToKVPoolAllocator(FreeGroup, HybridCapacity):
 
     def _with_window(self, pages: Pages) -> Pages:
         return pages[self.swa_attn_allocator._tables.v2p[pages] > 0]
+
+    def _generations(self) -> Pages:
+        """See `FreeGroup`; the full side owns the ids."""
+        return self.full_attn_allocator._generations()
 
     def _check_free(self, pages: Pages) -> Pages:
         """See `FreeGroup`; a pinned window page implies a pinned full page."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from kvarena.pool.errors import AllocatorError
-from kvarena.pool.testing import make_driver, no_leaks
-from kvarena.pool.testing.allocator_samples import HybridSample, capacities
-from kvarena.pool.unified_swa_allocator import UnifiedSWATokenToKVPoolAllocator
+from kvarena.pool.testing.allocator_samples import AllocatorFixtures, HybridSample, allocated, capacities
 
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
@@ -18,31 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["AllocatorContract"]
 
 
-class AllocatorContract:
+class AllocatorContract(AllocatorFixtures):
     """Giving out, taking back, moving and holding still."""
-
-    expression: str
-    """How to make the driver: a dotted name and a call."""
-
-    @pytest.fixture
-    def driver(self) -> Iterator[Driver]:
-        """A driver of which nothing may be left over, after a life that pays for what comes only once."""
-        driver = make_driver(self.expression)
-        with HybridSample(driver, reserved=False) as sample:
-            assert sample.allocator.alloc(sample.page_size) is not None
-        with no_leaks():
-            yield driver
-
-    @pytest.fixture
-    def sample(self, driver: Driver) -> Iterator[HybridSample]:
-        """An eager pool of pages of 4 tokens."""
-        with HybridSample(driver, page_size=4, reserved=False) as sample:
-            yield sample
 
     def test_a_window_page_is_cleared_as_one(self, sample: HybridSample) -> None:
         """sgl-project/sglang#27779: freeing one token cleared only its mapping, and its page came twice."""
         allocator = sample.allocator
-        ids = _allocated(allocator, 8)
+        ids = allocated(allocator, 8)
         size, live = allocator.size_swa, allocator.swa.allocated_count
         allocator.free_swa(ids[1:2])
         assert (live(), allocator.swa_available_size() + live()) == (4, size)
@@ -56,7 +35,7 @@ class AllocatorContract:
 
     def test_pages_come_behind_ids_that_another_allocator_gave_out(self, sample: HybridSample) -> None:
         allocator, window, full = sample.allocator, sample.allocator.swa, sample.allocator.full
-        ids = _allocated(allocator, 16)
+        ids = allocated(allocator, 16)
         virtual = ids[:: sample.page_size] // sample.page_size
         with pytest.raises(AllocatorError, match="has a page already"):
             window.alloc_with_virtual(virtual)
@@ -88,7 +67,7 @@ class AllocatorContract:
     def test_the_sink_never_enters_a_free_list(self, sample: HybridSample, path: str) -> None:
         """sgl-project/sglang#38519: tombstones of a freed segment handed the sentinel back, several times."""
         allocator = sample.allocator
-        ids = _allocated(allocator, 64)
+        ids = allocated(allocator, 64)
         allocator.free_swa(ids[:32])
         padded = torch.cat([ids, torch.zeros(8, dtype=torch.int64)])
         if path == "free":
@@ -131,9 +110,11 @@ class AllocatorContract:
         ],
         ids=["beyond the tables", "negative", "float", "bool", "text"],
     )
-    def test_ids_that_are_none_are_refused(self, sample: HybridSample, bad: Any, match: str) -> None:
+    def test_ids_of_a_wrong_type_or_range_are_refused(
+        self, sample: HybridSample, bad: Any, match: str
+    ) -> None:
         allocator = sample.allocator
-        ids = _allocated(allocator, 16)
+        ids = allocated(allocator, 16)
         before = capacities(sample)
         for call in (allocator.free, allocator.free_swa, allocator.free_full, allocator.pin, allocator.unpin):
             with pytest.raises(AllocatorError, match=match):
@@ -146,7 +127,7 @@ class AllocatorContract:
 
     def test_a_double_free_changes_nothing(self, sample: HybridSample) -> None:
         allocator = sample.allocator
-        ids = _allocated(allocator, 16)
+        ids = allocated(allocator, 16)
         allocator.free(ids[:4])
         before = capacities(sample)
         never = torch.tensor([allocator.max_slots - 1])
@@ -172,7 +153,7 @@ class AllocatorContract:
 
     def test_a_group_takes_effect_at_its_end(self, sample: HybridSample) -> None:
         allocator = sample.allocator
-        ids = _allocated(allocator, 16)
+        ids = allocated(allocator, 16)
         with pytest.raises(AllocatorError, match="No group"):
             allocator.free_group_end()
         allocator.free_group_begin()
@@ -192,12 +173,12 @@ class AllocatorContract:
 
     def test_one_side_makes_room_for_the_other(self, sample: HybridSample) -> None:
         allocator, page = sample.allocator, sample.page_size
-        ids = _allocated(allocator, allocator.available_size())
+        ids = allocated(allocator, allocator.available_size())
         sample.write(ids)
         pages = ids.view(-1, page)
         freed, kept = pages[::2].reshape(-1), pages[1::2].reshape(-1)
         allocator.free(freed)
-        extra = _allocated(allocator, allocator.available_size())  # holes on both sides
+        extra = allocated(allocator, allocator.available_size())  # holes on both sides
         sample.write(extra)
         sample.check(kept)
         allocator.free(extra)
@@ -211,7 +192,7 @@ class AllocatorContract:
 
     def test_pinned_pages_stay_and_cannot_be_freed(self, sample: HybridSample) -> None:
         allocator, page = sample.allocator, sample.page_size
-        ids = _allocated(allocator, 16 * page)
+        ids = allocated(allocator, 16 * page)
         sample.write(ids)
         kept = ids[-page:]
         allocator.free(ids[: 8 * page])
@@ -247,20 +228,20 @@ class AllocatorContract:
             allocator, page = sample.allocator, sample.page_size
             rest = allocator.alloc(allocator.full_available_size() - 4 * page, swa_tail_len=0)
             assert rest is not None
-            kept = _allocated(allocator, page)  # on the full side far out, at the other end of the arena
+            kept = allocated(allocator, page)  # on the full side far out, at the other end of the arena
             allocator.free(rest)
             free = allocator.available_size()
             allocator.pin(kept)
             available = allocator.available_size()
             assert 0 < available < free
             assert allocator.alloc(available + page) is None
-            _allocated(allocator, available)
+            allocated(allocator, available)
             assert allocator.available_size() == 0
             assert allocator.verify_byte_accounting() == []
 
     def test_reading_what_has_no_page_gives_the_sink(self, sample: HybridSample) -> None:
         allocator, device = sample.allocator, sample.pool.device
-        ids = _allocated(allocator, 8)
+        ids = allocated(allocator, 8)
         odd = torch.tensor([0, 3, -1, 1 << 40, allocator.max_slots + 7, int(ids[5])], device=device)
         physical = allocator.translate_kv_loc(odd)
         assert physical.tolist()[:5] == [0] * 5
@@ -289,9 +270,3 @@ class AllocatorContract:
         for tail in (-1, 33, True):
             with pytest.raises(AllocatorError, match="tail"):
                 allocator.alloc(32, swa_tail_len=tail)
-
-
-def _allocated(allocator: UnifiedSWATokenToKVPoolAllocator, tokens: int) -> torch.Tensor:
-    ids = allocator.alloc(tokens)
-    assert ids is not None
-    return ids

@@ -211,6 +211,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert allocator.swa.allocated_count() == sum(self.window.values()) * page
         assert 0 <= allocator.available_size() <= allocator.full_available_size() <= allocator.size_full
         assert allocator.swa_available_size() <= allocator.size_swa
+        for bound in (allocator.max_slots, allocator.full.max_slots, allocator.swa.max_slots):
+            assert all((each + 1) * page <= bound for each in self.window)
         self.sample.check(self._ids(sorted(self.window)))
         windowed = self._ids([each for each, has in self.window.items() if has])
         tombstones = self._ids([each for each, has in self.window.items() if not has])

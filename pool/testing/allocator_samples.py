@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
+import pytest
 import torch
 from kvarena.pool.layout import MHASubPoolSpec
 from kvarena.pool.sizing import resize_for
+from kvarena.pool.testing import make_driver, no_leaks
 from kvarena.pool.unified_kv_pool import UnifiedKVPool
 from kvarena.pool.unified_swa_allocator import UnifiedSWATokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
 
-__all__ = ["HybridSample", "capacities", "storage"]
+__all__ = ["AllocatorFixtures", "HybridSample", "allocated", "capacities", "storage"]
 
 
 @final
@@ -120,6 +122,35 @@ class HybridSample:
                         physical[here].to(view.device),
                         expected.to(view.device),
                     )
+
+
+class AllocatorFixtures:
+    """What the contracts of the allocators stand on."""
+
+    expression: str
+    """How to make the driver: a dotted name and a call."""
+
+    @pytest.fixture
+    def driver(self) -> Iterator[Driver]:
+        """A driver of which nothing may be left over, after a life that pays for what comes only once."""
+        driver = make_driver(self.expression)
+        with HybridSample(driver, reserved=False) as sample:
+            assert sample.allocator.alloc(sample.page_size) is not None
+        with no_leaks():
+            yield driver
+
+    @pytest.fixture
+    def sample(self, driver: Driver) -> Iterator[HybridSample]:
+        """An eager pool of pages of 4 tokens."""
+        with HybridSample(driver, page_size=4, reserved=False) as sample:
+            yield sample
+
+
+def allocated(allocator: UnifiedSWATokenToKVPoolAllocator, tokens: int) -> torch.Tensor:
+    """Ids of so many tokens, which must fit."""
+    ids = allocator.alloc(tokens)
+    assert ids is not None
+    return ids
 
 
 def capacities(sample: HybridSample) -> dict[str, Any]:

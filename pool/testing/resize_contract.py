@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from kvarena.pool.errors import AllocatorError, PoolSizeError, PoolStateError
 from kvarena.pool.multi_ended_allocator import MultiEndedAllocator
 from kvarena.pool.sizing import PostCaptureKVResize, resize_for
-from kvarena.pool.testing import make_driver, no_leaks
-from kvarena.pool.testing.allocator_samples import HybridSample, capacities, storage
+from kvarena.pool.testing.allocator_samples import AllocatorFixtures, HybridSample, capacities, storage
 
 if TYPE_CHECKING:
     from kvarena.pool.driver import Driver
@@ -19,20 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["ResizeContract"]
 
 
-class ResizeContract:
-    """Sizes after capture, against an eager pool of the same size; growth and give-back."""
-
-    expression: str
-    """How to make the driver: a dotted name and a call."""
-
-    @pytest.fixture
-    def driver(self) -> Iterator[Driver]:
-        """A driver of which nothing may be left over, after a life that pays for what comes only once."""
-        driver = make_driver(self.expression)
-        with HybridSample(driver, reserved=False) as sample:
-            assert sample.allocator.alloc(sample.page_size) is not None
-        with no_leaks():
-            yield driver
+class ResizeContract(AllocatorFixtures):
+    """Sizes after capture, against an eager pool of the same size; growing and shrinking."""
 
     @pytest.mark.parametrize("page_size", [1, 3, 4])
     @pytest.mark.parametrize("swapped", [False, True])
@@ -168,7 +154,7 @@ class ResizeContract:
             )
             assert allocator.verify_byte_accounting() == []
 
-    def test_growth_and_give_back_with_pages_in_use(self, driver: Driver) -> None:
+    def test_growing_and_shrinking_with_pages_in_use(self, driver: Driver) -> None:
         with HybridSample(driver, reserved=True) as sample:
             pool, allocator = sample.pool, sample.allocator
             half = sample.reserved_bytes // 2

@@ -6,6 +6,7 @@ import pytest
 
 pytest.register_assert_rewrite(
     "kvarena.pool.testing.allocator_contract",
+    "kvarena.pool.testing.allocator_ids_contract",
     "kvarena.pool.testing.allocator_samples",
     "kvarena.pool.testing.resize_contract",
 )

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from kvarena.pool import CudaVmm
 from kvarena.pool.testing.allocator_contract import AllocatorContract
+from kvarena.pool.testing.allocator_ids_contract import AllocatorIdsContract
 from kvarena.pool.testing.allocator_machine import AllocatorMachine
 from kvarena.pool.testing.allocator_samples import HybridSample
 from kvarena.pool.testing.resize_contract import ResizeContract
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.gpu
 
 
 class TestAllocators(AllocatorContract):
+    expression = "kvarena.pool.CudaVmm(0)"
+
+
+class TestIds(AllocatorIdsContract):
     expression = "kvarena.pool.CudaVmm(0)"
 
 
