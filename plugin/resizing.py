@@ -23,7 +23,12 @@ class ResizableAllocator(Protocol):
 
 
 class ElasticAllocator(Protocol):
-    """What growth and give-back ask of the allocators, with requests in flight."""
+    """What growing and shrinking ask of the allocators, with requests in flight."""
+
+    @property
+    def max_slots(self) -> int:
+        """The bound of token ids: all that are out or can be given out are below it, after a shrink too."""
+        ...
 
     def grow(self) -> None:
         """Take the pool's size, which has grown."""

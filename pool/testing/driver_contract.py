@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from kvarena.pool.errors import DriverError, OutOfMemoryError
+from kvarena.pool.errors import DriverError, MappingLeftError, OutOfMemoryError
 from kvarena.pool.testing import make_driver
 
 if TYPE_CHECKING:
@@ -152,6 +152,37 @@ class DriverContract:
         tensor.fill_(1)
         assert int(tensor.sum()) == size
         _drop(driver, span, size, handle)
+
+    def test_what_is_mapped_is_told(self, driver: Driver, span: int) -> None:
+        size = driver.granularity
+        handle = driver.create(size)
+        assert not driver.is_mapped(span, size)
+        driver.map(span + size, size, handle)
+        assert [driver.is_mapped(span + at, size) for at in (0, size, 2 * size)] == [False, True, False]
+        driver.release(handle)  # asking holds nothing, and a mapping needs no handle
+        assert driver.is_mapped(span + size, size)
+        driver.unmap(span + size, size)
+        assert not driver.is_mapped(span + size, size)
+
+    def test_a_mapping_that_cannot_be_undone_is_told(
+        self, driver: Driver, span: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not hasattr(driver, "_set_access"):
+            pytest.skip("this driver has no second step")
+        size = driver.granularity
+        handle = driver.create(size)
+
+        def refuse(address: int, nbytes: int) -> None:
+            raise DriverError("second step", "INJECTED", f"{nbytes} bytes at {address:#x}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "_set_access", refuse)
+            patch.setattr(driver, "_unmap", refuse)
+            with pytest.raises(MappingLeftError, match=r"INJECTED.*after: second step failed"):
+                driver.map(span, size, handle)
+        assert driver.is_mapped(span, size)
+        _drop(driver, span, size, handle)
+        assert not driver.is_mapped(span, size)
 
     def test_a_failing_set_access_maps_nothing(
         self, driver: Driver, span: int, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ def pool() -> Iterator[UnifiedKVPool]:
 def test_a_backed_pool_keeps_within_the_operators_limits(
     pool: UnifiedKVPool, max_bytes: int | None, headroom: int
 ) -> None:
-    """KVARENA_POOL_BYTES and the headroom were passed by up to a granule, for whole granules are backed."""
+    """KVARENA_POOL_BYTES was exceeded by up to a granule, for whole granules are backed."""
     request = BudgetRequest(pool, pool.driver, headroom_bytes=headroom, max_bytes=max_bytes)
     nbytes = DefaultBudget().kvarena_budget(request)
     pool.finalize_backing(resize_for(pool, nbytes))

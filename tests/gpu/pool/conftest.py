@@ -7,6 +7,8 @@ import pytest
 pytest.register_assert_rewrite(
     "kvarena.pool.testing.arena_contract",
     "kvarena.pool.testing.arena_fault_contract",
+    "kvarena.pool.testing.allocator_samples",
+    "kvarena.pool.testing.device_contract",
     "kvarena.pool.testing.driver_contract",
     "kvarena.pool.testing.pool_contract",
     "kvarena.pool.testing.pool_fault_contract",

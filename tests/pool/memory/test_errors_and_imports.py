@@ -17,6 +17,8 @@ SAMPLES = [
     errors.PoolSizeError("Too much.", requested=9, minimum=1, maximum=8, fix="Use 8."),
     errors.RefusedError(["a", "b"]),
     errors.PoolStateError("Closed.", fix="Open it."),
+    errors.DescriptorLimitError("dup"),
+    errors.MappingLeftError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", "5 bytes"),
 ]
 
 
@@ -28,8 +30,53 @@ def test_errors_travel_between_processes(error: KvArenaError) -> None:
     assert vars(copy) == vars(error)
 
 
+@pytest.mark.parametrize(
+    ("kind", "bases"),
+    [
+        (errors.LayoutError, (ValueError,)),
+        (errors.PoolSizeError, (ValueError, RuntimeError)),
+        (errors.PoolStateError, (RuntimeError,)),
+        (errors.AllocatorError, (RuntimeError,)),
+        (errors.ArenaStateError, (RuntimeError,)),
+        (errors.DriverError, (RuntimeError,)),
+        (errors.OutOfMemoryError, (RuntimeError,)),
+        (errors.RefusedError, (ValueError,)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_errors_are_what_sglang_raises_there(
+    kind: type[KvArenaError], bases: tuple[type[Exception], ...]
+) -> None:
+    """SGLang 0.5.23: unified_memory_pool.py, unified_hybrid_swa.py and kv_vmm_backing.py."""
+    assert all(issubclass(kind, base) for base in (KvArenaError, *bases))
+    assert not issubclass(kind, ValueError) or ValueError in bases
+
+
+def test_functions_of_sglangs_names_raise_sglangs_errors() -> None:
+    from kvarena.pool.testing.allocator_samples import HybridSample
+
+    with HybridSample(kvarena.pool.HostVmm(), reserved=True) as sample:
+        pool, allocator = sample.pool, sample.allocator
+        none = kvarena.pool.PostCaptureKVResize(max_total_num_tokens=1)
+        small = kvarena.pool.PostCaptureKVResize(max_total_num_tokens=1, unified_memory_pool_bytes=1)
+        with pytest.raises(ValueError, match="unified_memory_pool_bytes"):
+            pool.finalize_backing(none)
+        with pytest.raises(RuntimeError, match="one request"):
+            pool.finalize_backing(small)
+        with pytest.raises(ValueError, match="unified_memory_pool_bytes"):
+            allocator.resize(none)
+        with pytest.raises(RuntimeError, match="finalize_backing"):
+            allocator.resize(small)
+        sample.finalize(sample.reserved_bytes)
+        with pytest.raises(RuntimeError, match="final already"):
+            pool.finalize_backing(small)
+        assert allocator.alloc(sample.page_size) is not None
+        with pytest.raises(RuntimeError, match="allocated"):
+            allocator.resize(kvarena.pool.resize_for(pool, pool.total_bytes))
+
+
 def test_errors_say_what_and_what_to_do() -> None:
-    driver, _, memory, size, refused, _ = SAMPLES
+    driver, _, memory, size, refused, *_ = SAMPLES
     assert str(driver) == "mmap failed with ENOMEM: 5 bytes. Use less."
     assert "10 bytes were asked for and 4 are free (6 too few)" in str(memory)
     assert memory.fix

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from kvarena.pool.testing.arena_contract import ArenaContract
 from kvarena.pool.testing.arena_fault_contract import ArenaFaultContract
+from kvarena.pool.testing.device_contract import DeviceContract
 from kvarena.pool.testing.driver_contract import DriverContract
 
 LIMITED = "kvarena.pool.HostVmm(memory_limit=8 << 20)"
@@ -23,4 +24,8 @@ class TestArena(ArenaContract, ArenaFaultContract):
 
 
 class TestArenaWithLargeGranules(ArenaContract, ArenaFaultContract):
+    expression = AS_CUDA
+
+
+class TestDeviceWork(DeviceContract):
     expression = AS_CUDA
