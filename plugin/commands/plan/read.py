@@ -108,7 +108,7 @@ def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
         raise ModelConfigError("model_type", "is not a string")
     if path and not path.startswith("text_config"):
         notes.add(f"The language model is read from {path}.")
-    defaults = class_defaults(model_type, nested=bool(path))
+    defaults = class_defaults(model_type, nested=bool(path), stated=data)
     return Fields(data, path=path, notes=notes, defaults=defaults, model_type=model_type)
 
 
