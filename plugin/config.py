@@ -7,26 +7,27 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin.byte_sizes import InvalidSizeError, parse_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["ConfigError", "Settings", "load_settings", "parse_bytes"]
+__all__ = ["DEVICE", "ConfigError", "Settings", "load_settings"]
 
 PREFIX = "KVARENA_"
 CONFIG = "KVARENA_CONFIG"
 #: Of switches of the project's own tests, which are read elsewhere.
 NOT_SETTINGS = ("KVARENA_TEST_", "KVARENA_CONTRACT_")
-#: What an address can be; messages between processes carry no larger number.
-_MAX_BYTES = (1 << 63) - 1
+#: How a device is named: PyTorch's names, of those that kvarena can use.
+DEVICE: Final = re.compile(r"cpu|cuda(:\d+)?")
 
-# More than a day is no timeout, and waits of the system take no number without end.
+# More than a day is a typing error, and waits of the system take no unbounded number.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -38,7 +39,8 @@ class ConfigError(KvArenaError):
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting, named in the environment as ``KVARENA_`` and the upper-case name.
 
-    Sizes take bytes or a number with KiB, MiB, GiB or TiB.
+    Sizes are read by `kvarena.plugin.byte_sizes.parse_bytes`: bytes, or a number with KiB, MiB, GiB or
+    TiB (powers of 1024), kB, MB, GB or TB (powers of 1000).
     """
 
     enable: bool = False
@@ -106,10 +108,13 @@ def load_settings(
     _refuse_unknown(given, "environment variable", lambda name: PREFIX + name.upper())
     sources = dict.fromkeys(values, str(path)) | {name: PREFIX + name.upper() for name in given}
     values |= {name: _split(name, value) for name, value in given.items()}
-    _refuse_what_is_no_text(values, sources)
+    _refuse_unprintable(values, sources)
     for name in ("memory_limit", "headroom", "pool_bytes"):
         if name in values:
-            values[name] = parse_bytes(values[name], what=f"{name} ({sources[name]})")
+            try:
+                values[name] = parse_bytes(values[name], what=f"{name} ({sources[name]})")
+            except InvalidSizeError as error:
+                raise ConfigError(error.what, fix=error.fix) from None
     try:
         # Not strict: an environment knows only strings, so "1" is a number and a truth value.
         return msgspec.convert(values, Settings, strict=False)
@@ -123,37 +128,12 @@ def load_settings(
         ) from error
 
 
-def parse_bytes(value: object, *, what: str = "size") -> int:
-    """Bytes from a number or a text such as ``"512MiB"``.
-
-    Raises
-    ------
-    ConfigError
-        Not a size, a negative one, or more than any machine has addresses for.
-    """
-    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-    text = str(value).strip()
-    number = text.rstrip("bBkKmMgGtTiI ")
-    factor = units.get(text[len(number) :].strip().lower())
-    try:
-        size = -1 if factor is None else int(float(number) * factor)
-    except (ValueError, OverflowError):
-        size = -1
-    if size < 0:
-        raise ConfigError(
-            f"{what}: {value!r} is no size.", fix="Give bytes, or a number with KiB, MiB, GiB or TiB."
-        )
-    if size > _MAX_BYTES:
-        raise ConfigError(f"{what}: {value!r} is more than {_MAX_BYTES} bytes.", fix="Give less.")
-    return size
-
-
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # no UTF-8 and no TOML are ValueErrors, too
+    except (OSError, ValueError) as error:  # not UTF-8 and not TOML are ValueErrors, too
         raise ConfigError(
-            f"the settings file {path} cannot be read: {error}.", fix="Mend it, or unset KVARENA_CONFIG."
+            f"the settings file {path} cannot be read: {error}.", fix="Correct it, or unset KVARENA_CONFIG."
         ) from error
 
 
@@ -167,12 +147,14 @@ def _refuse_unknown(values: Mapping[str, object], where: str, spelled: Any) -> N
         )
 
 
-def _refuse_what_is_no_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """A NUL, or bytes of a variable that are no UTF-8, would fail far from here, in a path or a message."""
+def _refuse_unprintable(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """A NUL, or bytes that are not UTF-8, would fail far from here, in a path or a message."""
     for name, value in values.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and ("\0" in text or any("\ud800" <= each <= "\udfff" for each in text)):
-                raise ConfigError(f"setting {name} is no text: {text!r}.", fix=f"Change {sources[name]}.")
+                raise ConfigError(
+                    f"setting {name} is not valid text: {text!r}.", fix=f"Change {sources[name]}."
+                )
 
 
 def _split(name: str, value: str) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarena.pool._counts import as_count
+from kvarena.pool.budget import packed_bytes
 from kvarena.pool.errors import LayoutError, PoolSizeError
 from kvarena.pool.layout import SubPoolSpec
 
@@ -12,11 +13,7 @@ __all__ = ["check_size", "floor_bytes"]
 
 
 def floor_bytes(chain: Sequence[SubPoolSpec], page_size: int, terms: Sequence[tuple[str, int]]) -> int:
-    """The smallest size in which one request fits.
-
-    The sink, then for each sub-pool along the chain the pages that the request
-    needs (at least one), each run starting at a multiple of its own envelope.
-    It is exact: in one byte less, what grows up and what grows down overlap.
+    """The smallest size in which one request fits: the sink and the pages it needs, at least one of each.
 
     Parameters
     ----------
@@ -30,34 +27,30 @@ def floor_bytes(chain: Sequence[SubPoolSpec], page_size: int, terms: Sequence[tu
     Raises
     ------
     LayoutError
-        A term names no sub-pool, or its slots are no count.
+        A term names a sub-pool that does not exist, or its slots are not a count.
     """
     pages = {spec.name: 1 for spec in chain}
     slots_per_page = {spec.name: spec.slots_per_page(page_size) for spec in chain}
     for name, slots in terms:
         if name not in pages:
             raise LayoutError(
-                f"A floor term names {name!r}, which is no sub-pool.",
+                f"A floor term names {name!r}, which is not a sub-pool.",
                 fix=f"The names are: {', '.join(pages)}.",
             )
         count = as_count(slots)
         if count is None or count < 0:
             raise LayoutError(f"The floor of {name!r} is {slots!r} slots.", fix="Give 0 or more.")
         pages[name] = max(pages[name], -(-count // slots_per_page[name]))
-    envelopes = [spec.page_envelope_bytes(page_size) for spec in chain]
-    end = max(envelopes)
-    for count, envelope in zip(pages.values(), envelopes, strict=True):
-        end = (-(-end // envelope) + count) * envelope
-    return end
+    return packed_bytes((spec.page_envelope_bytes(page_size), pages[spec.name]) for spec in chain)
 
 
 def check_size(total_bytes: object, *, minimum: int, maximum: int) -> int:
-    """`total_bytes`, if it is a byte count from `least` to `most`.
+    """`total_bytes`, if it is a byte count from `minimum` to `maximum`.
 
     Raises
     ------
     PoolSizeError
-        It is none, above the reservation, or below the floor for one request.
+        It is not a byte count, above the reservation, or below the floor for one request.
     """
     size = as_count(total_bytes)
     if size is None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+from kvarena.plugin.byte_sizes import parse_bytes
 from kvarena.plugin.commands import options
 from kvarena.plugin.commands.demo.hosts import TwoHosts
 from kvarena.plugin.commands.demo.report import DemoConsole
 from kvarena.plugin.commands.demo.run import Demo
 from kvarena.plugin.commands.demo.text_input import InputError, cut_into_prompts, read_text
-from kvarena.plugin.config import Settings, load_settings, parse_bytes
+from kvarena.plugin.config import Settings, load_settings
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
 from kvarena.plugin.engines.embedded.requests import Request, prompt_tokens
 from kvarena.plugin.observe.picture import check_picture, draw_arena

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.commands.doctor.child import Child, ChildFailed
 from kvarena.plugin.commands.doctor.findings import Finding
-from kvarena.plugin.commands.status.view import format_bytes
 from kvarena.plugin.observe.status.files import Found
 
 __all__ = ["choose_device", "examine_device", "probe_device", "processes"]

@@ -1,13 +1,14 @@
-"""How many tokens and requests fit a number of bytes, in the unified pool's own arithmetic."""
+"""How many tokens and requests fit a number of bytes, as `kvarena.pool.budget` packs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvarena.plugin.commands.plan.errors import PlanError
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
+from kvarena.pool.budget import PoolCost, SubPoolCost, largest_count, packed_bytes, tokens_for_budget
 
 __all__ = [
     "Capacity",
@@ -83,26 +84,15 @@ class Capacity:
         return self.tokens == 0 or self.states == 0
 
 
-def _end(sub_pools: Sequence[SubPool], slots: Mapping[str, int], page_size: int, sink: int) -> int:
-    """Bytes of the smallest pool that holds so many slots of each sub-pool.
-
-    All sub-pools count their pages from byte 0, so each starts at its own next page boundary above
-    the sink and its lower neighbour; the last one grows down from the top.
-    """
-    edge = sink
-    for pool in sub_pools:
-        count = slots.get(pool.name, 0)
-        if count == 0:
-            continue
-        page = pool.page_bytes(page_size)
-        pages = count if pool.per_request else -(-count // page_size)
-        edge = (-(-edge // page) + pages) * page
-    return edge
-
-
 def smallest_bytes(rank: RankGeometry, slots: Mapping[str, int], page_size: int) -> int:
     """Bytes of the smallest pool on a rank that holds so many slots of each sub-pool, and the sink."""
-    return _end(rank.sub_pools, slots, page_size, rank.sink_bytes(page_size))
+    return packed_bytes(
+        (
+            pool.page_bytes(page_size),
+            -(-slots.get(pool.name, 0) // (1 if pool.per_request else page_size)),
+        )
+        for pool in rank.sub_pools
+    )
 
 
 def fits(rank: RankGeometry, slots: Mapping[str, int], page_size: int, total_bytes: int) -> bool:
@@ -137,26 +127,35 @@ def capacity(
     some_full = any(rank.get("full") is not None for rank in ranks)
     states = _states(ranks, totals, split)
 
-    def slots(rank: RankGeometry, tokens: int) -> dict[str, int]:
-        window = tokens
-        if some_full:
-            window = int(tokens * split.swa_full_tokens_ratio) // page_size * page_size
-        return {
-            pool.name: (states or 0) if pool.per_request else tokens if pool.window is None else window
-            for pool in rank.sub_pools
-        }
+    def window_ratio(pool: SubPool) -> float:
+        return split.swa_full_tokens_ratio if some_full and pool.window is not None else 1
+
+    def cost(rank: RankGeometry) -> PoolCost:
+        return PoolCost(
+            tuple(
+                SubPoolCost(pool.name, pool.page_bytes(page_size), 1, 0, states or 0)
+                if pool.per_request
+                else SubPoolCost(pool.name, pool.page_bytes(page_size), page_size, window_ratio(pool))
+                for pool in rank.sub_pools
+            ),
+            page_size,
+        )
 
     found = []
     for rank, total in zip(ranks, totals, strict=True):
-        if not fits(rank, slots(rank, 0), page_size, total):
+        if not rank.sub_pools:
+            continue
+        of_rank = cost(rank)
+        if of_rank.total_bytes(0) > total:
             return Capacity(0 if _has_tokens(ranks) else None, None, 0, max(totals))
         if rank.token_pools:
-            found.append(_maximum(partial(_holds, rank, total, page_size, slots), total) * page_size)
+            found.append(tokens_for_budget(of_rank, total))
     tokens = min(found, default=None)
     window = None
     if tokens is not None and any(pool.window is not None for rank in ranks for pool in rank.token_pools):
-        named = {name: n for rank in ranks for name, n in slots(rank, tokens).items()}
-        window = min(named[p.name] for rank in ranks for p in rank.token_pools if p.window is not None)
+        window = tokens
+        if some_full:
+            window = int(tokens * split.swa_full_tokens_ratio) // page_size * page_size
     return Capacity(tokens, window, states, max(totals))
 
 
@@ -180,12 +179,12 @@ def requests_of(
     one state.
     """
 
-    def slots(rank: RankGeometry, count: int) -> dict[str, int]:
+    def holds(rank: RankGeometry, total: int, requests: int) -> bool:
         terms = rank.floor_terms(page_size, context_len=context_len)
-        return {name: per_request * (count // page_size) for name, per_request in terms}
+        return fits(rank, {name: slots * requests for name, slots in terms}, page_size, total)
 
     found = [
-        _maximum(partial(_holds, rank, total, page_size, slots), total)
+        largest_count(partial(holds, rank, total), total)
         for rank, total in zip(ranks, _per_stage(ranks, total_bytes), strict=True)
         if rank.sub_pools
     ]
@@ -198,16 +197,6 @@ def _per_stage(ranks: Sequence[RankGeometry], total_bytes: Sequence[int] | int) 
 
 def _has_tokens(ranks: Sequence[RankGeometry]) -> bool:
     return any(rank.token_pools for rank in ranks)
-
-
-def _holds(
-    rank: RankGeometry,
-    total: int,
-    page_size: int,
-    slots: Callable[[RankGeometry, int], Mapping[str, int]],
-    pages: int,
-) -> bool:
-    return fits(rank, slots(rank, pages * page_size), page_size, total)
 
 
 def _states(ranks: Sequence[RankGeometry], totals: Sequence[int], split: Split) -> int | None:
@@ -224,14 +213,3 @@ def _states(ranks: Sequence[RankGeometry], totals: Sequence[int], split: Split) 
     if not found:
         return None
     return min(found) if split.running_requests is None else split.running_requests
-
-
-def _maximum(enough: Callable[[int], bool], above: int) -> int:
-    """The largest count that is enough for, found by halving; 0 where not even 1 is."""
-    low, high = 0, 1
-    while high <= above and enough(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low

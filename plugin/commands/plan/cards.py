@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarena.plugin.commands.plan.units import MIB, parse_bytes
+from kvarena.plugin.byte_sizes import MIB, parse_bytes
 
 __all__ = ["CARDS", "card_bytes"]
 
@@ -22,6 +22,6 @@ CARDS = {
 
 
 def card_bytes(text: str) -> int:
-    """Bytes of a card, by its name or its size. Raises `PlanError`."""
+    """Bytes of a card, by its name or its size. Raises `InvalidSizeError`."""
     named = CARDS.get(text.strip().lower())
-    return named * MIB if named is not None else parse_bytes(text, what="--gpu-memory")
+    return named * MIB if named is not None else parse_bytes(text, what="--gpu-memory", zero=False)

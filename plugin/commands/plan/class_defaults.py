@@ -1,6 +1,8 @@
 """What a model's class assumes for keys that its published files leave out.
 
-Read from the configuration classes of transformers 5.12.1, and kept to what decides the size of a
+transformers itself is asked where it is installed (`transformers_defaults`). The table here is the
+fallback, read from the configuration classes of transformers 5.12.1 and checked against 5.19
+(``tests/plugin/commands/plan/test_transformers_defaults.py``), and kept to what decides the size of a
 cache and is known to be left out. A number of layers is assumed only for an object inside a wrapper's
 file (`class_sizes`): a whole model's file without it is broken.
 """
@@ -11,7 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvarena.plugin.commands.plan.class_sizes import class_sizes
+from kvarena.plugin.commands.plan.class_sizes import SIZE_KEYS, class_sizes
+from kvarena.plugin.commands.plan.transformers_defaults import transformers_defaults
 
 __all__ = ["class_defaults", "is_known_decoder"]
 
@@ -146,7 +149,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "phimoe": {"num_key_value_heads": 8},
     "qwen2": _QWEN,
     "qwen2_5_omni_text": {**_QWEN, "num_key_value_heads": 4},
-    "qwen2_5_vl_text": {**_QWEN, "num_key_value_heads": 8},
+    "qwen2_5_vl_text": {**_QWEN, "max_window_layers": 80, "num_key_value_heads": 8},
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen3_moe": {**_QWEN, "num_key_value_heads": 4},
     "qwen3_omni_moe_text": {"num_key_value_heads": 4},
@@ -201,13 +204,30 @@ def is_known_decoder(model_type: str) -> bool:
     return model_type in _DEFAULTS or model_type in _LIKE or bool(class_sizes(model_type))
 
 
-def class_defaults(model_type: str, *, nested: bool = False) -> Mapping[str, Any]:
-    """Defaults of a model type; empty for one that is not known here.
+#: What transformers is asked for: every key that decides the size of some family's cache.
+_ASKED = frozenset(key for keys in _DEFAULTS.values() for key in keys) | {"layer_types"}
+
+
+def class_defaults(
+    model_type: str, *, nested: bool = False, stated: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """Defaults of a model type; empty for one that is not known.
 
     Parameters
     ----------
+    model_type : str
+        As in the file.
     nested : bool
         Whether the object stands inside a wrapper's file, which leaves out whatever is the default.
+    stated : Mapping, optional
+        The file's own keys: with them transformers is asked, where it is installed.
     """
-    defaults = _DEFAULTS.get(_LIKE.get(model_type, model_type), {})
-    return MappingProxyType({**class_sizes(model_type), **defaults} if nested else defaults)
+    table = _DEFAULTS.get(_LIKE.get(model_type, model_type), {})
+    table = {**class_sizes(model_type), **table} if nested else table
+    found = None if stated is None else transformers_defaults(model_type, stated)
+    if found is None:
+        return MappingProxyType(table)
+    asked = _ASKED.union(SIZE_KEYS) if nested else _ASKED
+    if stated is not None and ("kv_lora_rank" in found or "kv_lora_rank" in stated):
+        asked = asked - {"head_dim"}  # there it is the size of the part with rope
+    return MappingProxyType({**table, **{key: found[key] for key in asked if key in found}})

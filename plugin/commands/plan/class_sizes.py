@@ -2,21 +2,21 @@
 
 transformers writes a whole model's file with every key, but has long written an object inside it as the
 difference from its class's default: published LLaVA and Idefics files hold neither layers nor heads. Read
-from transformers 5.12.1.
+from transformers 5.12.1, as the fallback of `class_defaults`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["class_sizes"]
+__all__ = ["SIZE_KEYS", "class_sizes"]
 
-_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+SIZE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _SIZES = {
     "aria_text": (32, 4096, 32, 4096, 32000),
     "cohere": (40, 8192, 64, 22528, 256000),
     "cohere2": (40, 8192, 64, 22528, 256000),
-    "deepseek_v2": (32, 4096, 32, 11008, 32000),
+    "deepseek_v2": (32, 4096, 32, 11008, 102400),
     "deepseek_v3": (61, 7168, 128, 18432, 129280),
     "ernie4_5": (18, 1024, 16, 3072, 103424),
     "ernie4_5_vl_moe_text": (28, 2560, 20, 12288, 103424),
@@ -59,4 +59,4 @@ _SIZES = {
 
 def class_sizes(model_type: str) -> Mapping[str, int]:
     """Sizes of a class's default model; empty for one that is not known here."""
-    return dict(zip(_KEYS, _SIZES.get(model_type, ()), strict=False))
+    return dict(zip(SIZE_KEYS, _SIZES.get(model_type, ()), strict=False))

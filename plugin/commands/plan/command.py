@@ -7,13 +7,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvarena.plugin.byte_sizes import MIB, format_bytes, parse_bytes
 from kvarena.plugin.commands.plan.cards import CARDS, card_bytes
 from kvarena.plugin.commands.plan.errors import PlanError
-from kvarena.plugin.commands.plan.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from kvarena.plugin.commands.plan.capacity_plan import Gpu, PlanRequest
     from kvarena.plugin.commands.plan.geometry import ModelGeometry
-    from kvarena.plugin.commands.plan.planner import Card, PlanRequest
     from kvarena.plugin.commands.plan.weights import WeightEstimate
 
 __all__ = ["add_parser", "run"]
@@ -104,15 +104,15 @@ def _add_geometry_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, and print. 0: it fits (or nothing was asked to); 1: it does not.
+    """CapacityPlan, and print. 0: it fits (or nothing was asked to); 1: it does not.
 
     Raises
     ------
     PlanError
         Input that no plan can be made from.
     """
+    from kvarena.plugin.commands.plan.capacity_plan import make_plan
     from kvarena.plugin.commands.plan.output import plan_data
-    from kvarena.plugin.commands.plan.planner import make_plan
 
     model, estimate, top = _model(args)
     request, notes = _request(args, model, top)
@@ -161,7 +161,7 @@ def _request(
     args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
 ) -> tuple[PlanRequest, list[str]]:
     from kvarena.plugin.commands.plan.capacity import Split
-    from kvarena.plugin.commands.plan.planner import PlanRequest, choose_dtypes
+    from kvarena.plugin.commands.plan.capacity_plan import PlanRequest, choose_dtypes
 
     for name in _OF_A_CARD:
         if args.gpu_memory is None and getattr(args, name) not in (None, False):
@@ -169,7 +169,9 @@ def _request(
             raise PlanError(f"{option} says nothing without a card.", fix="Give --gpu-memory, too.")
     dtypes, notes = choose_dtypes(model, args.kv_cache_dtype, args.mamba_conv_dtype, args.mamba_ssm_dtype)
     card = _card(args, model, config, notes) if args.gpu_memory is not None else None
-    pool = None if args.pool_memory is None else parse_bytes(args.pool_memory, what="--pool-memory")
+    pool = (
+        None if args.pool_memory is None else parse_bytes(args.pool_memory, what="--pool-memory", zero=False)
+    )
     split = Split(args.swa_full_tokens_ratio, args.max_running_requests, args.mamba_full_memory_ratio)
     request = PlanRequest(
         tp=args.tp,
@@ -185,11 +187,11 @@ def _request(
     return request, notes
 
 
-def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any], notes: list[str]) -> Card:
+def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any], notes: list[str]) -> Gpu:
+    from kvarena.plugin.commands.plan.capacity_plan import RUNTIME_BYTES, Gpu
     from kvarena.plugin.commands.plan.load import stored_weight_bytes
-    from kvarena.plugin.commands.plan.planner import RUNTIME_BYTES, Card
 
-    weights = None if args.weights is None else parse_bytes(args.weights, what="--weights")
+    weights = None if args.weights is None else parse_bytes(args.weights, what="--weights", zero=False)
     if weights is None and args.model and (weights := stored_weight_bytes(args.model)) is not None:
         notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)}.")
     total = card_bytes(args.gpu_memory)
@@ -197,7 +199,7 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
         raise PlanError(f"--gpu-memory is {total} bytes.", fix="Give at least 1 MiB.")
 
     def given(text: str | None, what: str) -> int | None:
-        return None if text is None else parse_bytes(text, what=what, zero=True)
+        return None if text is None else parse_bytes(text, what=what)
 
     runtime = given(args.runtime_memory, "--runtime-memory")
     if runtime is None:
@@ -206,7 +208,7 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
             f"{format_bytes(runtime)} are taken before the model is loaded, as measured on an H200: "
             "--runtime-memory."
         )
-    return Card(
+    return Gpu(
         total_bytes=total,
         runtime_bytes=runtime,
         weights_bytes=weights,

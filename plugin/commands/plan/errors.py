@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvarena.errors import KvArenaError
 from kvarena.plugin.commands.plan.text import printable
 
-__all__ = ["ConfigError", "GeometryError", "PlanError"]
+__all__ = ["GeometryError", "ModelConfigError", "PlanError"]
 
 
 class PlanError(KvArenaError):
     """A plan that cannot be made from what was given."""
 
 
-class ConfigError(PlanError):
+class ModelConfigError(PlanError):
     """A model configuration that says too little, or something that cannot be.
 
     Parameters

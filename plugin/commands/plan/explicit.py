@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvarena.plugin.commands.plan.errors import PlanError
-from kvarena.plugin.commands.plan.geometry import KVRow, Layer, MLARow, ModelGeometry, Span, StateShape
+from kvarena.plugin.commands.plan.geometry import KVRow, LayerCache, MLARow, ModelGeometry, Span, StateShape
 
 __all__ = ["GeometryOptions"]
 
@@ -43,9 +43,9 @@ class GeometryOptions:
             An option that is missing, or one that this geometry has no use for.
         """
         self._refuse_unused()
-        layers: list[Layer] = []
+        layers: list[LayerCache] = []
         if self.full_layers:
-            layers += [Layer(row=self._row())] * self.full_layers
+            layers += [LayerCache(row=self._row())] * self.full_layers
         if self.window_layers:
             row = self._row()
             if isinstance(row, KVRow) and (self.window_kv_heads or self.window_head_dim):
@@ -54,11 +54,11 @@ class GeometryOptions:
                     self.window_kv_heads or row.kv_heads, head_dim, self.window_head_dim or row.v_head_dim
                 )
             window = self._need("window", self.window)
-            layers += [Layer(row=row, span=Span.SLIDING, window=window)] * self.window_layers
+            layers += [LayerCache(row=row, span=Span.SLIDING, window=window)] * self.window_layers
         if self.state_layers:
             elements = self._need("state-elements", self.state_elements)
             state = StateShape("given", 0, 0, 0, 0, heads=elements, head_elements=1)
-            layers += [Layer(state=state)] * self.state_layers
+            layers += [LayerCache(state=state)] * self.state_layers
         return ModelGeometry("given by options", tuple(layers))
 
     def _refuse_unused(self) -> None:

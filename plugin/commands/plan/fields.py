@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.text import printable
 
 __all__ = ["MAX_DIM", "MAX_LAYERS", "MAX_TOKENS", "Fields", "Notes"]
@@ -100,15 +100,15 @@ class Fields:
             )
         return default
 
-    def error(self, key: str, what: str, *, fix: str = "") -> ConfigError:
-        return ConfigError(self.name(key), what, fix=fix)
+    def error(self, key: str, what: str, *, fix: str = "") -> ModelConfigError:
+        return ModelConfigError(self.name(key), what, fix=fix)
 
     def count(self, *keys: str, maximum: int = MAX_DIM, minimum: int = 1) -> int | None:
         """A whole number from the first of several spellings; all that are stated must agree.
 
         Raises
         ------
-        ConfigError
+        ModelConfigError
             Not a whole number from `least` to `most`, or two spellings that contradict each other.
         """
         found: tuple[str, int] | None = None

@@ -8,7 +8,16 @@ from enum import Enum
 
 from kvarena.plugin.commands.plan.errors import GeometryError
 
-__all__ = ["IndexRow", "KVRow", "Layer", "MLARow", "ModelGeometry", "Span", "StateShape", "heads_per_rank"]
+__all__ = [
+    "IndexRow",
+    "KVRow",
+    "LayerCache",
+    "MLARow",
+    "ModelGeometry",
+    "Span",
+    "StateShape",
+    "heads_per_rank",
+]
 
 
 class Span(str, Enum):
@@ -139,7 +148,7 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCache:
     """What one layer keeps: a row per token, a state per request, both, or nothing."""
 
     row: KVRow | MLARow | None = None
@@ -157,7 +166,7 @@ class ModelGeometry:
     ----------
     model_type : str
         As in the file; a label only.
-    layers : tuple of Layer
+    layers : tuple of LayerCache
         All layers that serve a token, drafts and multi-token prediction not among them.
     attention_heads : int or None
         Query heads, for the remark that a tensor-parallel size does not divide them.
@@ -176,7 +185,7 @@ class ModelGeometry:
     """
 
     model_type: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCache, ...]
     attention_heads: int | None = None
     context_len: int | None = None
     dtype: str | None = None

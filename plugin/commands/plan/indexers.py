@@ -13,7 +13,7 @@ def index_rows(fields: Fields, layers: int, *, mla: bool) -> list[IndexRow | Non
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         An indexer whose keys' size is not said, or is not known for this attention.
     """
     if fields.count("index_topk") is not None:

@@ -65,7 +65,7 @@ def layer_kinds(fields: Fields, layers: int) -> list[LayerKind]:
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         Keys that contradict each other, a word that is not known, or nothing that says it.
     """
     words = _stated(fields, layers) or _assumed(fields, layers)

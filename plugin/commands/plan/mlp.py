@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvarena.plugin.commands.plan.fields import MAX_LAYERS, Fields
-from kvarena.plugin.commands.plan.geometry import Layer
+from kvarena.plugin.commands.plan.geometry import LayerCache
 
 __all__ = ["mlp_parameters"]
 
@@ -15,12 +15,14 @@ _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_exp
 _UNGATED = ("relu2", "gelu_new", "gelu_fast", "relu")
 
 
-def mlp_parameters(fields: Fields, index: int, layers: int, layer: Layer, hidden: int) -> tuple[int, int]:
+def mlp_parameters(
+    fields: Fields, index: int, layers: int, layer: LayerCache, hidden: int
+) -> tuple[int, int]:
     """Parameters of layer `index`: outside of routed experts, and in them.
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         The file has no size of the feed-forward part.
     """
     alone = _alone(fields, index)
@@ -102,7 +104,7 @@ def _shared_width(fields: Fields, width: int) -> int:
     return width * (fields.count("n_shared_experts", "num_shared_experts", minimum=0, maximum=1024) or 0)
 
 
-def _dense_width(fields: Fields, layer: Layer) -> int:
+def _dense_width(fields: Fields, layer: LayerCache) -> int:
     if layer.row is None and layer.state is None and not fields.stated("intermediate_size"):
         return 0
     block = fields.block("ffn_config")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvarena.plugin.commands.plan.capacity_plan import CapacityPlan, Sizing
 from kvarena.plugin.commands.plan.geometry import KVRow, MLARow
-from kvarena.plugin.commands.plan.planner import Plan, Sizing
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
 
 __all__ = ["gain", "plan_data", "tightest"]
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: CapacityPlan) -> dict[str, Any]:
     """The whole plan as dictionaries, lists, strings and finite numbers; sizes are bytes."""
     model, request = plan.model, plan.request
     data: dict[str, Any] = {
@@ -40,7 +40,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def _stage(plan: Plan, index: int) -> dict[str, Any]:
+def _stage(plan: CapacityPlan, index: int) -> dict[str, Any]:
     rank, page_size = plan.ranks[index], plan.request.page_size
     context = plan.model.context_len
     return {
@@ -89,7 +89,7 @@ def _sizing(sizing: Sizing) -> dict[str, Any]:
     }
 
 
-def gain(plan: Plan) -> dict[str, Any] | None:
+def gain(plan: CapacityPlan) -> dict[str, Any] | None:
     """What sizing after capture brings; the percentage is ``None`` where there was nothing before."""
     before, after = plan.sizing("before_capture"), plan.sizing("after_capture")
     if before is None or after is None:
@@ -104,6 +104,6 @@ def gain(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def tightest(plan: Plan) -> RankGeometry:
+def tightest(plan: CapacityPlan) -> RankGeometry:
     """The stage that the tables show first: the one with most bytes per token."""
     return max(plan.ranks, key=lambda rank: (sum(pool.entry_bytes for pool in rank.token_pools), -rank.stage))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvarena.plugin.byte_sizes import GIB
+from kvarena.plugin.commands.plan.capacity_plan import CapacityPlan, Sizing
 from kvarena.plugin.commands.plan.errors import PlanError
 from kvarena.plugin.commands.plan.output import gain, tightest
-from kvarena.plugin.commands.plan.planner import Plan, Sizing
-from kvarena.plugin.commands.plan.units import GIB
 
 __all__ = ["plot_plan"]
 
@@ -16,7 +16,7 @@ _POOL_COLOURS = ("#1f6f8b", "#3aa17e", "#8bc6a2", "#b5a1d6", "#d98f8f")
 _TITLES = {"before_capture": "before capture", "after_capture": "after capture", "pool": "as given"}
 
 
-def plot_plan(plan: Plan, file: str | Path) -> None:
+def plot_plan(plan: CapacityPlan, file: str | Path) -> None:
     """Write the plan's picture.
 
     Raises
@@ -76,7 +76,7 @@ def plot_plan(plan: Plan, file: str | Path) -> None:
         ) from error
 
 
-def _segments(plan: Plan, sizing: Sizing) -> list[tuple[str, int, str]]:
+def _segments(plan: CapacityPlan, sizing: Sizing) -> list[tuple[str, int, str]]:
     """Pieces of one bar, left to right: what is taken, the pool by kind, what is kept back."""
     rank = tightest(plan)
     index = plan.ranks.index(rank)

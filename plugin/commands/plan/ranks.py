@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvarena.plugin.commands.plan.errors import GeometryError, PlanError
-from kvarena.plugin.commands.plan.geometry import KVRow, Layer, MLARow, ModelGeometry, Span, heads_per_rank
+from kvarena.plugin.commands.plan.geometry import (
+    KVRow,
+    LayerCache,
+    MLARow,
+    ModelGeometry,
+    Span,
+    heads_per_rank,
+)
 
 __all__ = ["DTYPE_BYTES", "CacheDtypes", "RankGeometry", "SubPool", "rank_geometry", "split_layers", "stages"]
 
@@ -204,7 +211,7 @@ def rank_geometry(
 def _row_pool(
     name: str,
     kind: str,
-    members: Iterable[tuple[int, Layer]],
+    members: Iterable[tuple[int, LayerCache]],
     tp: int,
     dtypes: CacheDtypes,
     window: int | None = None,
@@ -233,7 +240,7 @@ def _on_rank(row: KVRow | MLARow, tp: int) -> KVRow | MLARow:
     return KVRow(heads_per_rank(row.kv_heads, tp), row.head_dim, row.v_head_dim)
 
 
-def _state_pool(members: Sequence[tuple[int, Layer]], tp: int, dtypes: CacheDtypes) -> SubPool:
+def _state_pool(members: Sequence[tuple[int, LayerCache]], tp: int, dtypes: CacheDtypes) -> SubPool:
     conv, temporal = DTYPE_BYTES[dtypes.conv], DTYPE_BYTES[dtypes.temporal]
     sizes = tuple(
         layer.state.conv_elements(tp) * conv + layer.state.temporal_elements(tp) * temporal

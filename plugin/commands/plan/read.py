@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvarena.plugin.commands.plan.class_defaults import class_defaults
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.fields import MAX_LAYERS, MAX_TOKENS, Fields, Notes
-from kvarena.plugin.commands.plan.geometry import Layer, ModelGeometry, Span
+from kvarena.plugin.commands.plan.geometry import LayerCache, ModelGeometry, Span
 from kvarena.plugin.commands.plan.indexers import index_rows
 from kvarena.plugin.commands.plan.kinds import (
     HEAD_KEYS,
@@ -54,7 +54,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         A key that is missing, contradictory, of the wrong type or out of range.
     """
     notes = Notes()
@@ -69,7 +69,7 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     for index, kind in enumerate(kinds):
         row = rows.row(index, kind) if kind.attention is not None and owners[index] else None
         built.append(
-            Layer(
+            LayerCache(
                 row=row,
                 span=Span(kind.attention) if kind.attention is not None else Span.FULL,
                 window=kind.window if row is not None else None,
@@ -105,10 +105,10 @@ def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
         path, data = nested
     model_type = data.get("model_type", config.get("model_type", ""))
     if not isinstance(model_type, str):
-        raise ConfigError("model_type", "is not a string")
+        raise ModelConfigError("model_type", "is not a string")
     if path and not path.startswith("text_config"):
         notes.add(f"The language model is read from {path}.")
-    defaults = class_defaults(model_type, nested=bool(path))
+    defaults = class_defaults(model_type, nested=bool(path), stated=data)
     return Fields(data, path=path, notes=notes, defaults=defaults, model_type=model_type)
 
 
@@ -118,7 +118,7 @@ def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]
         if isinstance(value, Mapping):
             return (f"{path}.{key}" if path else key), value
         if value is not None:
-            raise ConfigError(f"{path}.{key}" if path else key, "must be an object")
+            raise ModelConfigError(f"{path}.{key}" if path else key, "must be an object")
     if _describes_layers(data):
         return None
     others = [
@@ -129,7 +129,7 @@ def _nested(data: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]]
         and not any(word in key.lower() for word in _OTHER_TOWERS)
     ]
     if len(others) > 1:
-        raise ConfigError(
+        raise ModelConfigError(
             others[0],
             f"and {others[1]} both describe layers, and nothing says which is the language model",
             fix="Give the language model's own configuration.",
@@ -188,7 +188,7 @@ def _remark_unread(fields: Fields, layers: int) -> None:
             )
 
 
-def _remark_long_windows(fields: Fields, layers: list[Layer], context: int | None) -> None:
+def _remark_long_windows(fields: Fields, layers: list[LayerCache], context: int | None) -> None:
     windows = [layer.window for layer in layers if layer.window is not None]
     if context is not None and windows and min(windows) >= context:
         fields.note(f"The window of {min(windows)} tokens is as long as the context: it never drops any.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvarena.plugin.commands.plan.class_defaults import is_known_decoder
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.fields import Fields
 
 __all__ = ["refuse_unplanned"]
@@ -50,13 +50,13 @@ def refuse_unplanned(fields: Fields, top: Mapping[str, Any]) -> None:
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         The key that says so.
     """
     _refuse_encoder_decoder(fields, top)
     _refuse_encoder(fields)
     if fields.model_type.startswith(_OTHER_MIXERS):
-        raise ConfigError(
+        raise ModelConfigError(
             "model_type",
             f"is {fields.model_type[:40]}: its layers keep a state that is not known here",
             fix="Give the geometry by options.",
@@ -74,7 +74,7 @@ def _refuse_encoder_decoder(fields: Fields, top: Mapping[str, Any]) -> None:
     if fields.flag("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", f"is true: {what}", fix=fix)
     if top.get("is_encoder_decoder") is True:
-        raise ConfigError("is_encoder_decoder", f"is true: {what}", fix=fix)
+        raise ModelConfigError("is_encoder_decoder", f"is true: {what}", fix=fix)
     for key, other in (("num_decoder_layers", ""), ("decoder_layers", "encoder_layers")):
         if fields.stated(key) and (not other or fields.stated(other)):
             raise fields.error(key, f"is there, so this is an encoder and a decoder: {what}", fix=fix)
@@ -99,4 +99,4 @@ def _refuse_encoder(fields: Fields) -> None:
     name = fields.model_type
     by_name = name.startswith(_ENCODERS) and "decoder" not in name
     if by_name or name.endswith(("_encoder", "_vision_model")):
-        raise ConfigError("model_type", f"is {name[:40]}: {what}", fix=fix)
+        raise ModelConfigError("model_type", f"is {name[:40]}: {what}", fix=fix)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvarena.plugin.byte_sizes import format_bytes
+from kvarena.plugin.commands.plan.capacity_plan import CapacityPlan, Sizing
 from kvarena.plugin.commands.plan.geometry import KVRow, MLARow
 from kvarena.plugin.commands.plan.output import gain, tightest
-from kvarena.plugin.commands.plan.planner import Plan, Sizing
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
-from kvarena.plugin.commands.plan.units import format_bytes
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +20,7 @@ _TITLES = {
 }
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: CapacityPlan, console: Console) -> None:
     """Print a plan."""
     console.print(_head(plan))
     console.print(_sub_pools(plan))
@@ -38,7 +38,7 @@ def show(plan: Plan, console: Console) -> None:
             console.print(Text(f"  - {note}"))
 
 
-def _head(plan: Plan) -> Text:
+def _head(plan: CapacityPlan) -> Text:
     model, request = plan.model, plan.request
     counts = [f"{count} {kind}" for kind, count in model.layer_counts().items() if count]
     head = Text(model.model_type, style="bold")
@@ -49,7 +49,7 @@ def _head(plan: Plan) -> Text:
     return head
 
 
-def _sub_pools(plan: Plan) -> RenderableType:
+def _sub_pools(plan: CapacityPlan) -> RenderableType:
     table = Table(title="Sub-pools on one rank", title_justify="left", title_style="bold")
     staged = len(plan.ranks) > 1
     if staged:
@@ -81,7 +81,7 @@ def _keeps(pool: SubPool) -> str:
     return f"{row}, {pool.window:,} tokens" if pool.window is not None else row
 
 
-def _floors(plan: Plan) -> RenderableType:
+def _floors(plan: CapacityPlan) -> RenderableType:
     rank = tightest(plan)
     parts = [
         f"Sink {format_bytes(rank.sink_bytes(plan.request.page_size))}",
@@ -94,7 +94,7 @@ def _floors(plan: Plan) -> RenderableType:
     return Text("; ".join(parts) + where + ".")
 
 
-def _sizings(plan: Plan) -> RenderableType:
+def _sizings(plan: CapacityPlan) -> RenderableType:
     table = Table(title="What fits", title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
     for sizing in plan.sizings:
@@ -104,7 +104,7 @@ def _sizings(plan: Plan) -> RenderableType:
     return table
 
 
-def _rows(plan: Plan) -> list[tuple[str, list[str]]]:
+def _rows(plan: CapacityPlan) -> list[tuple[str, list[str]]]:
     sizings = plan.sizings
     rows: list[tuple[str, list[str]]] = []
     rank, index = _shown(plan)
@@ -129,7 +129,7 @@ def _rows(plan: Plan) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _shown(plan: Plan) -> tuple[RankGeometry, int]:
+def _shown(plan: CapacityPlan) -> tuple[RankGeometry, int]:
     rank = tightest(plan)
     return rank, plan.ranks.index(rank)
 
@@ -142,7 +142,7 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def _gain_line(plan: Plan) -> Text | None:
+def _gain_line(plan: CapacityPlan) -> Text | None:
     found = gain(plan)
     if found is None:
         return None

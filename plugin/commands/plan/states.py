@@ -29,7 +29,7 @@ def state_shape(fields: Fields, mixer: str) -> StateShape:
 
     Raises
     ------
-    ConfigError
+    ModelConfigError
         A size that the mixer needs is missing or cannot be.
     """
     return {"mamba": _mamba, "linear": _linear, "conv": _short_conv, "recurrent": _rg_lru}[mixer](fields)

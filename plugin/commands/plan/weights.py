@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.fields import MAX_TOKENS, Fields
-from kvarena.plugin.commands.plan.geometry import KVRow, Layer, MLARow
+from kvarena.plugin.commands.plan.geometry import KVRow, LayerCache, MLARow
 from kvarena.plugin.commands.plan.kinds import HEAD_KEYS
 from kvarena.plugin.commands.plan.kv_dtype import quantization_of
 from kvarena.plugin.commands.plan.mlp import mlp_parameters
@@ -80,7 +80,7 @@ def estimate_weights(model: ReadModel) -> WeightEstimate | None:
             dense, experts = mlp_parameters(fields, index, len(model.geometry.layers), layer, hidden)
             parameters += mixers + dense + experts
             sizes.append(int(mixers * widths.attention + dense * widths.dense + experts * widths.expert))
-    except ConfigError:
+    except ModelConfigError:
         return None
     embedding = (vocabulary or 0) * hidden
     tied = fields.flag("tie_word_embeddings")
@@ -97,7 +97,7 @@ def estimate_weights(model: ReadModel) -> WeightEstimate | None:
     )
 
 
-def _attention_parameters(fields: Fields, layer: Layer, hidden: int) -> int:
+def _attention_parameters(fields: Fields, layer: LayerCache, hidden: int) -> int:
     row = layer.row
     if row is None:
         return 0
@@ -119,7 +119,7 @@ def _head_parameters(row: KVRow, heads: int, hidden: int) -> int:
     return hidden * (query_and_output + row.kv_heads * (row.head_dim + row.v_head_dim))
 
 
-def _state_parameters(layer: Layer, hidden: int) -> int:
+def _state_parameters(layer: LayerCache, hidden: int) -> int:
     state = layer.state
     if state is None:
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.observe.status.files import Found
 from kvarena.plugin.observe.status.model import EngineStatus, PoolStatus, ProcessStatus, SubPoolStatus
 from rich.console import Console, Group, RenderableType
@@ -14,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["format_bytes", "render", "show", "watch"]
+__all__ = ["render", "show", "watch"]
 
 #: Of the sub-pools, in the order along the arena; the picture has the same.
 COLOURS: Final = ("dodger_blue1", "orange1", "green3", "magenta")
@@ -72,16 +73,6 @@ def render(found: Sequence[Found], directory: Path, *, pid: int | None = None) -
         which = "" if pid is None else f" with the number {pid}"
         blocks.append(Text(f"No kvarena process{which} is running (looked in {directory})."))
     return Group(*blocks)
-
-
-def format_bytes(nbytes: int) -> str:
-    """``"135.58 GiB"``, ``"32.00 KiB"``, ``"512 B"``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.2f} {unit}" if unit != "B" else f"{nbytes} B"
-        size /= 1024
-    return f"{size:.2f} TiB"
 
 
 def _process(found: Found, status: ProcessStatus) -> list[RenderableType]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from kvarena.errors import KvArenaError
-from kvarena.plugin.commands import options
+from kvarena.plugin.config import DEVICE
 
 if TYPE_CHECKING:
     from kvarena.plugin.config import Settings
@@ -124,7 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Addresses to set aside; None: enough for `max_running` sequences of `context_length`."""
 
     def __post_init__(self) -> None:
-        if not options.DEVICE.fullmatch(self.device):
+        if not DEVICE.fullmatch(self.device):
             raise SettingError(f"the device is {self.device!r}.", fix="Give cpu, cuda or cuda:<index>.")
         for name, minimum in (
             ("page_size", 1),

@@ -163,7 +163,7 @@ def test_a_cuda_device_that_is_not_there_is_broken(capsys: pytest.CaptureFixture
 def test_a_device_that_is_none_is_bad_input(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--device", device])
-    assert "is no device" in capsys.readouterr().err
+    assert "is not a device" in capsys.readouterr().err
 
 
 def test_on_a_terminal_it_is_one_screen() -> None:

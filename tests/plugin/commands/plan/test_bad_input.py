@@ -20,10 +20,10 @@ from kvarena.plugin.commands.plan import (
     states,
     windows,
 )
-from kvarena.plugin.commands.plan.errors import ConfigError, PlanError
+from kvarena.plugin.commands.plan.capacity_plan import PlanRequest, choose_dtypes, make_plan
+from kvarena.plugin.commands.plan.errors import ModelConfigError, PlanError
 from kvarena.plugin.commands.plan.load import load_config, parse_config, stored_weight_bytes
 from kvarena.plugin.commands.plan.output import plan_data
-from kvarena.plugin.commands.plan.planner import PlanRequest, choose_dtypes, make_plan
 from kvarena.plugin.commands.plan.read import geometry_from_config, read_model
 from kvarena.plugin.commands.plan.weights import estimate_weights
 
@@ -132,7 +132,7 @@ def test_a_byte_order_mark_and_a_bare_infinity_are_read():
 )
 def test_a_key_that_cannot_be_is_named(change, key):
     config = {**PLAIN, **change}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelConfigError) as caught:
         geometry_from_config({name: value for name, value in config.items() if value is not None})
     assert caught.value.key == key
     assert key in str(caught.value)
@@ -140,12 +140,12 @@ def test_a_key_that_cannot_be_is_named(change, key):
 
 
 def test_nested_keys_are_named_with_their_path():
-    with pytest.raises(ConfigError, match=r"^text_config\.head_dim is 0"):
+    with pytest.raises(ModelConfigError, match=r"^text_config\.head_dim is 0"):
         geometry_from_config({"text_config": {**PLAIN, "head_dim": 0}})
 
 
 def test_two_language_models_are_not_guessed_between():
-    with pytest.raises(ConfigError, match="both describe layers"):
+    with pytest.raises(ModelConfigError, match="both describe layers"):
         geometry_from_config({"draft": PLAIN, "target": PLAIN})
     # Another tower is no language model.
     assert len(geometry_from_config({"vision_tower": PLAIN, "decoder": PLAIN}).layers) == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config, read_model
 from kvarena.plugin.commands.plan.weights import estimate_weights
 
@@ -50,7 +50,7 @@ def test_a_nested_model_is_its_class_s_but_for_what_it_says(name, rank):
 
 
 def test_a_whole_model_without_its_layers_is_broken():
-    with pytest.raises(ConfigError, match="num_hidden_layers is missing"):
+    with pytest.raises(ModelConfigError, match="num_hidden_layers is missing"):
         geometry_from_config({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32})
 
 
@@ -89,5 +89,5 @@ def test_key_value_heads_and_windows_of_a_class(name, rank):
 
 def test_minimax_without_a_list_of_layers_is_refused():
     config = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 8, "model_type": "minimax"}
-    with pytest.raises(ConfigError, match="layer_types is missing: some layers are lightning"):
+    with pytest.raises(ModelConfigError, match="layer_types is missing: some layers are lightning"):
         geometry_from_config(config)

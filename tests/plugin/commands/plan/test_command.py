@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvarena.plugin.commands.plan.units import GIB, MIB
+from kvarena.plugin.byte_sizes import GIB, MIB
 
 PLAIN = {
     "model_type": "llama",
@@ -32,7 +32,7 @@ MEASURED = (
 
 def test_importing_the_command_costs_no_torch():
     code = (
-        "import sys; from kvarena.plugin.commands.plan import command, read, planner;"
+        "import sys; from kvarena.plugin.commands.plan import command, read, capacity_plan;"
         "print([name for name in ('torch', 'numpy', 'rich', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -205,9 +205,9 @@ def test_a_picture(cli, config_file, tmp_path):
         ((PLAIN, "--pool-memory", "1GiB", "--graph-memory", "1GB"), "--graph-memory says nothing without"),
         # An unset variable in a script is no answer.
         (("",), "The path of the model is empty"),
-        ((PLAIN, "--gpu-memory", ""), "'' is not a size"),
-        ((PLAIN, "--pool-memory", ""), "'' is not a size"),
-        ((PLAIN, "--gpu-memory", "h100", "--weights", ""), "'' is not a size"),
+        ((PLAIN, "--gpu-memory", ""), "'' is not a valid size"),
+        ((PLAIN, "--pool-memory", ""), "'' is not a valid size"),
+        ((PLAIN, "--gpu-memory", "h100", "--weights", ""), "'' is not a valid size"),
         ((PLAIN, "--tp", 0), "0 is not from 1"),
         ((PLAIN, "--tp", -2), "-2"),
         ((PLAIN, "--tp", "two"), "'two' is not a whole number"),
@@ -218,11 +218,11 @@ def test_a_picture(cli, config_file, tmp_path):
         ((PLAIN, "--pp", 2, "--pp-layers", "1,x"), "'x' is not a whole number"),
         ((PLAIN, "--page-size", 0), "0 is not from 1"),
         ((PLAIN, "--pool-memory", "0"), "is not positive"),
-        ((PLAIN, "--pool-memory=-1GiB"), "is not a size"),
-        ((PLAIN, "--pool-memory", "8 parsecs"), "is not a size"),
-        ((PLAIN, "--pool-memory", "nan"), "is not a size"),
-        ((PLAIN, "--pool-memory", "1" + "0" * 400), "larger than any machine"),
-        ((PLAIN, "--gpu-memory", "h9000"), "is not a size"),
+        ((PLAIN, "--pool-memory=-1GiB"), "is not a valid size"),
+        ((PLAIN, "--pool-memory", "8 parsecs"), "is not a valid size"),
+        ((PLAIN, "--pool-memory", "nan"), "is not a valid size"),
+        ((PLAIN, "--pool-memory", "1" + "0" * 400), "more than 1152921504606846976 bytes"),
+        ((PLAIN, "--gpu-memory", "h9000"), "is not a valid size"),
         ((PLAIN, "--gpu-memory", "10kB"), "at least 1 MiB"),
         ((PLAIN, "--gpu-memory", "2GiB"), "would set aside"),
         ((PLAIN, "--gpu-memory", "h100", "--pool-memory", "1GiB"), "not allowed with"),
@@ -230,7 +230,7 @@ def test_a_picture(cli, config_file, tmp_path):
         ((PLAIN, "--gpu-memory", "h100", "--mem-fraction-static", "nan"), "is not above 0"),
         ((PLAIN, "--gpu-memory", "h100", "--mem-fraction-static", "1.5"), "is not above 0 and up to 1"),
         ((PLAIN, "--swa-full-tokens-ratio", "0"), "is not above 0"),
-        ((PLAIN, "--gpu-memory", "h100", "--weights", "lots"), "is not a size"),
+        ((PLAIN, "--gpu-memory", "h100", "--weights", "lots"), "is not a valid size"),
         (
             ("--full-layers", 2, "--kv-heads", 8, "--head-dim", 64, "--gpu-memory", "h100"),
             "weights is not known",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
 LATENT: dict[str, Any] = {
@@ -67,14 +67,14 @@ def test_index_keys_beside_plain_heads(rank):
     ],
 )
 def test_an_indexer_that_cannot_be_is_refused_by_key(changes, key):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelConfigError) as caught:
         geometry_from_config(sparse(**changes))
     assert caught.value.key == f"sparse_attention_config.{key}"
 
 
 def test_an_indexer_beside_heads_of_an_unknown_kind_is_refused():
     config = {**M3, "model_type": "unheard-of", "index_topk": 2048, "index_head_dim": 128}
-    with pytest.raises(ConfigError, match="index_topk is there without kv_lora_rank"):
+    with pytest.raises(ModelConfigError, match="index_topk is there without kv_lora_rank"):
         geometry_from_config(config)
 
 
@@ -92,7 +92,7 @@ def test_layers_that_use_another_s_answer_keep_no_index_key(changes, layers, ran
 
 
 def test_a_list_of_indexers_that_is_too_short_is_refused():
-    with pytest.raises(ConfigError, match="indexer_types has 3 entries for 8 layers"):
+    with pytest.raises(ModelConfigError, match="indexer_types has 3 entries for 8 layers"):
         geometry_from_config({**INDEXED, "indexer_types": ["full"] * 3})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
 #: 16 heads of 64 over 4 KV heads: 1024 B a layer.
@@ -54,7 +54,7 @@ def test_full_attention_layers_among_windows(rank):
 
 
 def test_full_attention_layers_alone_do_not_say_what_the_others_are():
-    with pytest.raises(ConfigError, match="full_attention_layers names 2 of 8 layers"):
+    with pytest.raises(ModelConfigError, match="full_attention_layers names 2 of 8 layers"):
         geometry_from_config({**PLAIN, "full_attention_layers": [3, 7]})
 
 
@@ -84,7 +84,7 @@ def test_kda_layers_counted_from_1_or_from_0(full, kda, rank):
 
 def test_kda_layers_that_mix_both_counts_are_refused():
     block = {"full_attn_layers": [4, 8], "kda_layers": [0, 1, 2, 5, 6, 7], "num_heads": 8, "head_dim": 128}
-    with pytest.raises(ConfigError, match="full_attn_layers"):
+    with pytest.raises(ModelConfigError, match="full_attn_layers"):
         geometry_from_config({**KDA, "linear_attn_config": {**block, "short_conv_kernel_size": 4}})
 
 
@@ -95,7 +95,7 @@ def test_longcat_has_two_attentions_a_block_whatever_its_file_counts(layers, ran
 
 
 def test_longcat_s_counts_must_agree():
-    with pytest.raises(ConfigError, match="num_hidden_layers is 5, neither num_layers 4 nor twice that"):
+    with pytest.raises(ModelConfigError, match="num_hidden_layers is 5, neither num_layers 4 nor twice that"):
         geometry_from_config({**LONGCAT, "num_hidden_layers": 5})
 
 
@@ -130,7 +130,7 @@ def test_gpt_neo_s_layers_one_by_one(rank):
         "swa": ((1, 3, 5, 7), 4096),
         "full": ((0, 2, 4, 6), 4096),
     }
-    with pytest.raises(ConfigError, match="attention_layers makes layer 0 'full'"):
+    with pytest.raises(ModelConfigError, match="attention_layers makes layer 0 'full'"):
         geometry_from_config(
             {**PLAIN, "attention_types": [[["local", "global"], 4]], "attention_layers": words}
         )
@@ -139,7 +139,7 @@ def test_gpt_neo_s_layers_one_by_one(rank):
 def test_plamo_s_query_heads_to_a_kv_head(rank):
     plamo = {"model_type": "plamo", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40}
     assert pools(rank, {**plamo, "n_shared_head": 8})["full"][1] == 40 * 2 * 5 * 128 * 2
-    with pytest.raises(ConfigError, match="n_shared_head is 7"):
+    with pytest.raises(ModelConfigError, match="n_shared_head is 7"):
         geometry_from_config({**plamo, "n_shared_head": 7})
 
 
@@ -166,7 +166,7 @@ QWEN = {**PLAIN, "model_type": "qwen2", "use_sliding_window": True, "num_hidden_
 
 
 def test_a_window_that_is_switched_on_must_have_a_size(rank):
-    with pytest.raises(ConfigError, match="sliding_window is missing"):
+    with pytest.raises(ModelConfigError, match="sliding_window is missing"):
         geometry_from_config(QWEN)
     assert pools(rank, {**QWEN, "sliding_window": None})["full"][1] == 32 * 1024
     assert pools(rank, {**QWEN, "layer_types": ["full_attention"] * 32})["full"][1] == 32 * 1024
@@ -186,5 +186,7 @@ def test_qwen_s_first_28_layers_are_full_where_the_file_does_not_say_how_many(ra
 @pytest.mark.parametrize("heads", [32, 5])
 def test_heads_of_one_layer_must_divide_the_attention_heads(key, heads):
     config = {name: value for name, value in PLAIN.items() if name != "num_key_value_heads"}
-    with pytest.raises(ConfigError, match=f"^{key} is {heads}, which does not divide the 16 attention heads"):
+    with pytest.raises(
+        ModelConfigError, match=f"^{key} is {heads}, which does not divide the 16 attention heads"
+    ):
         geometry_from_config({**config, key: [4] * 7 + [heads]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError, GeometryError
+from kvarena.plugin.commands.plan.errors import GeometryError, ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
 O1 = {
@@ -101,7 +101,7 @@ def test_o6_a_window_that_is_not_positive_is_none_and_said(value, config, rank):
 
 
 def test_o6_a_window_as_text_is_refused_and_none_or_absent_is_an_answer(config, rank):
-    with pytest.raises(ConfigError, match="sliding_window is '4096', not a whole number"):
+    with pytest.raises(ModelConfigError, match="sliding_window is '4096', not a whole number"):
         rank(config("gemma-2-9b", sliding_window="4096"))
     assert [pool.name for pool in rank(config("gemma-2-9b", sliding_window=None)).sub_pools] == ["full"]
     absent = config("gemma-2-9b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.geometry import StateShape
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
@@ -298,6 +298,6 @@ def test_the_inner_width_is_heads_times_their_size(rank):
 )
 def test_a_state_that_cannot_be_known_is_refused_by_key(change, key):
     config = {**GRANITE, "model_type": "some-hybrid", **change}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelConfigError) as caught:
         geometry_from_config({name: value for name, value in config.items() if value is not None})
     assert caught.value.key == key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvarena.plugin.commands.plan.errors import ConfigError
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
 PLAIN: dict[str, Any] = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {"hidden_size": 768, "num_attention_heads": 12, "num_hid
     ],
 )
 def test_what_is_no_decoder_of_rows_and_states_is_refused_by_key(change, key):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelConfigError) as caught:
         geometry_from_config({**PLAIN, **change})
     assert caught.value.key == key
 
@@ -49,7 +49,7 @@ def test_what_is_no_decoder_of_rows_and_states_is_refused_by_key(change, key):
 def test_a_wrapper_s_word_on_its_decoder_counts(block):
     # T5Gemma, and a vision encoder with a decoder: the block itself says nothing of cross-attention.
     config = {"is_encoder_decoder": True, block: {**PLAIN, "model_type": "t5_gemma_module"}}
-    with pytest.raises(ConfigError, match=r"^is_encoder_decoder is true: cross-attention"):
+    with pytest.raises(ModelConfigError, match=r"^is_encoder_decoder is true: cross-attention"):
         geometry_from_config(config)
 
 

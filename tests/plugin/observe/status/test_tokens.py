@@ -17,6 +17,7 @@ from kvarena.pool import (
     MultiEndedAllocator,
     PoolCost,
     PostCaptureKVResize,
+    SubPoolCost,
     resize_for,
     tokens_for_budget,
 )
@@ -45,8 +46,9 @@ class _Resizes:
 
 
 def _tokens(total_bytes: int, requests: int) -> int:
-    cost = PoolCost.of((ATTENTION, STATES), 1, fixed_slots={"mamba": requests})
-    return tokens_for_budget(cost, total_bytes - cost.sink_bytes)
+    states = SubPoolCost("mamba", STATES.entry_bytes(), ratio=0, fixed_slots=requests)
+    attention = SubPoolCost("full", ATTENTION.entry_bytes())
+    return tokens_for_budget(PoolCost((attention, states)), total_bytes)
 
 
 def test_sixteen_requests_in_eight_gib() -> None:

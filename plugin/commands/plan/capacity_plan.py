@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvarena.plugin.byte_sizes import MIB, format_bytes
 from kvarena.plugin.commands.plan.capacity import (
     Capacity,
     Split,
@@ -25,10 +26,9 @@ from kvarena.plugin.commands.plan.sglang_reserve import (
     reserve_before,
 )
 from kvarena.plugin.commands.plan.text import printable
-from kvarena.plugin.commands.plan.units import MIB, format_bytes
 from kvarena.plugin.commands.plan.weights import WeightEstimate
 
-__all__ = ["RUNTIME_BYTES", "Card", "Plan", "PlanRequest", "Sizing", "choose_dtypes", "make_plan"]
+__all__ = ["RUNTIME_BYTES", "CapacityPlan", "Gpu", "PlanRequest", "Sizing", "choose_dtypes", "make_plan"]
 
 #: What an H200 with SGLang 0.5.23 and torch 2.14 had taken before the model was loaded: 143771 MiB
 #: on the label, 139.07 GiB free (the driver's own part, a context, libraries).
@@ -36,7 +36,7 @@ RUNTIME_BYTES = 1362 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Gpu:
     """One card of the server and what else lives on it. Sizes are bytes per card."""
 
     total_bytes: int
@@ -60,7 +60,7 @@ class PlanRequest:
     dtypes: CacheDtypes = field(default_factory=CacheDtypes)
     split: Split = field(default_factory=Split)
     context_len: int | None = None
-    card: Card | None = None
+    card: Gpu | None = None
     pool_bytes: int | None = None
 
 
@@ -103,7 +103,7 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """A plan, ready to be shown."""
 
     model: ModelGeometry
@@ -166,7 +166,7 @@ def make_plan(
     *,
     estimate: WeightEstimate | None = None,
     notes: Sequence[str] = (),
-) -> Plan:
+) -> CapacityPlan:
     """Plan a model.
 
     Parameters
@@ -203,12 +203,14 @@ def make_plan(
         said.append(
             "The number of running requests is not given: states and tokens share by SGLang's memory ratio."
         )
-    return Plan(model, request, tuple(ranks), context, weights, tuple(sizings), tuple(dict.fromkeys(said)))
+    return CapacityPlan(
+        model, request, tuple(ranks), context, weights, tuple(sizings), tuple(dict.fromkeys(said))
+    )
 
 
 def _weights(
     request: PlanRequest,
-    card: Card,
+    card: Gpu,
     ranks: Sequence[RankGeometry],
     estimate: WeightEstimate | None,
     said: list[str],
@@ -238,7 +240,7 @@ def _share(rank: RankGeometry, ranks: Sequence[RankGeometry], estimate: WeightEs
 def _card_sizings(
     model: ModelGeometry,
     request: PlanRequest,
-    card: Card,
+    card: Gpu,
     ranks: Sequence[RankGeometry],
     weights: Sequence[int],
     context: int,
@@ -284,7 +286,7 @@ def _card_sizings(
     return sizings
 
 
-def _reserves(card: Card, server: ServerShape, name: str) -> tuple[Reserve, Reserve]:
+def _reserves(card: Gpu, server: ServerShape, name: str) -> tuple[Reserve, Reserve]:
     if card.mem_fraction_static is not None:
         kept = (("mem_fraction_static", (1 - card.mem_fraction_static) * server.gpu_mib),)
         given = Reserve(kept, card.mem_fraction_static)
