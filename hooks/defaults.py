@@ -78,7 +78,7 @@ class DefaultBudget:
             limit = min(limit, request.max_bytes)
         # Whole granules are backed, so a limit between two of them is rounded down.
         granularity = request.driver.granularity
-        return max(0, min(limit // granularity * granularity, request.pool.total_bytes))
+        return max(0, min(limit // granularity * granularity, request.pool.reserved_bytes))
 
 
 @final

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvarena.pool import Arena, Driver, UnifiedKVPool
+    from kvarena.pool import Arena, Driver, ResizablePool
 
 __all__ = ["BudgetRequest", "TransferConfig"]
 
@@ -16,12 +16,12 @@ __all__ = ["BudgetRequest", "TransferConfig"]
 class BudgetRequest:
     """The pool to size, and what must stay free beside it."""
 
-    pool: UnifiedKVPool
+    pool: ResizablePool
     driver: Driver
     headroom_bytes: int = 0
     """Bytes to leave free, for activations that no captured graph covers."""
     max_bytes: int | None = None
-    """A limit that the operator set; None: what fits."""
+    """A limit that the operator set; None: what fits. The memory behind the pool may not exceed it either."""
 
 
 @dataclass(frozen=True)

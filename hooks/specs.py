@@ -18,7 +18,7 @@ from kvarena.hooks._markers import hookspec
 if TYPE_CHECKING:
     import torch
     from kvarena.hooks.requests import BudgetRequest, TransferConfig
-    from kvarena.pool import Driver, PostCaptureKVResize, Refusal, SizingRequest, UnifiedKVPool
+    from kvarena.pool import Driver, PostCaptureKVResize, Refusal, ResizablePool, SizingRequest
     from kvarena.transfer import Region, TransferEngine
 
 
@@ -38,22 +38,22 @@ def kvarena_budget(request: BudgetRequest) -> int | None:
 
 
 @hookspec
-def kvarena_pool_reserved(pool: UnifiedKVPool) -> None:
+def kvarena_pool_reserved(pool: ResizablePool) -> None:
     """The pool stands, only its sink is backed; called again when a finalize was taken back."""
 
 
 @hookspec
-def kvarena_pool_resizing(pool: UnifiedKVPool, keep_bytes: int) -> None:
+def kvarena_pool_resizing(pool: ResizablePool, keep_bytes: int) -> None:
     """The memory behind the pool from `keep_bytes` on is about to be replaced or taken: let go of it."""
 
 
 @hookspec
-def kvarena_pool_finalized(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> None:
+def kvarena_pool_finalized(pool: ResizablePool, resize: PostCaptureKVResize) -> None:
     """The pool has its final size; called again after each grow or give-back."""
 
 
 @hookspec
-def kvarena_pool_closing(pool: UnifiedKVPool) -> None:
+def kvarena_pool_closing(pool: ResizablePool) -> None:
     """The pool is about to lose its memory: let go of it."""
 
 

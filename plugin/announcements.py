@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from kvarena.plugin.closing import raise_first
 
@@ -13,11 +13,27 @@ if TYPE_CHECKING:
     from kvarena.hooks import HookManager
     from kvarena.plugin.observe.status.reporter import StatusReporter
     from kvarena.plugin.observe.timeline import Timeline
-    from kvarena.pool import PostCaptureKVResize, UnifiedKVPool
-    from kvarena.pool.transaction import Transaction
+    from kvarena.pool import PostCaptureKVResize, ResizablePool, UnifiedKVPool, UnifiedPool
     from kvarena.transfer import RegistrationLedger
 
-__all__ = ["Announcements", "size_of"]
+__all__ = ["Announcements", "Observer", "size_of"]
+
+
+class Observer(Protocol):
+    """Who watches a life; `kvarena.plugin.observe.observation.Observation` is one."""
+
+    timeline: Timeline
+    """Gets the events."""
+    reporter: StatusReporter
+    """Shows the pool and its size."""
+
+    def begin(self, pool: UnifiedPool, ledgers: Callable[[], Sequence[RegistrationLedger]]) -> None:
+        """A pool is reserved."""
+        ...
+
+    def close(self) -> None:
+        """The pool is closed."""
+        ...
 
 
 @final
@@ -28,70 +44,77 @@ class Announcements:
     ----------
     manager : HookManager
         Of the plugins.
-    timeline : Timeline
-        Gets an event for each engine whose registrations have changed.
-    reporter : StatusReporter
-        Shows the size.
+    observer : Observer or None
+        Gets an event for each engine whose registrations have changed, and the size.
     ledgers : callable
         Those that there are now.
+    details : callable, optional
+        What else the event of a ledger's registrations says.
     """
 
     def __init__(
         self,
         manager: HookManager,
-        timeline: Timeline,
-        reporter: StatusReporter,
+        observer: Observer | None,
         ledgers: Callable[[], Sequence[RegistrationLedger]],
+        details: Callable[[RegistrationLedger], Mapping[str, Any]] = lambda ledger: {"epoch": ledger.epoch},
     ) -> None:
+        self.observer = observer
         self._manager = manager
-        self._timeline = timeline
-        self._reporter = reporter
         self._ledgers = ledgers
+        self._details = details
 
-    def reserved(self, pool: UnifiedKVPool) -> None:
+    def reserved(self, pool: ResizablePool) -> None:
         """The sink stands."""
-        with self._noting_registrations():
+        with self.noting_registrations():
             self._manager.hook.kvarena_pool_reserved(pool=pool)
 
-    def resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
+    def resizing(self, pool: ResizablePool, keep_bytes: int) -> None:
         """The memory behind `keep_bytes` goes."""
-        with self._noting_registrations():
+        # Where all of it is replaced, what is registered in its place is the event.
+        with self.noting_registrations() if keep_bytes else nullcontext():
             self._manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=keep_bytes)
 
-    def finalized(self, pool: UnifiedKVPool, resize: PostCaptureKVResize | None = None) -> None:
-        """The pool has a size: the one that was asked for, or else what it has."""
-        with self._noting_registrations():
-            self._manager.hook.kvarena_pool_finalized(pool=pool, resize=resize or size_of(pool))
+    def finalized(self, pool: ResizablePool, resize: PostCaptureKVResize) -> None:
+        """The pool has this size."""
+        with self.noting_registrations():
+            self._manager.hook.kvarena_pool_finalized(pool=pool, resize=resize)
 
-    def tell_size(self, resize: PostCaptureKVResize, transaction: Transaction) -> None:
-        """Before the event, which the status is written after; what is taken back is untold."""
-        before = self._reporter.resize
-        self._reporter.resize = resize
-        transaction.undo(lambda: setattr(self._reporter, "resize", before), "telling the old size")
+    def tell_size(
+        self, resize: PostCaptureKVResize, undo: Callable[[Callable[[], object], str], None]
+    ) -> None:
+        """Before the event, which the status is written after; `undo` takes it back."""
+        if self.observer is None:
+            return
+        reporter = self.observer.reporter
+        before, reporter.resize = reporter.resize, resize
+        undo(lambda: setattr(reporter, "resize", before), "telling the old size")
 
-    def again_reserved(self, pool: UnifiedKVPool) -> None:
+    def again_reserved(self, pool: ResizablePool) -> None:
         """The sink stands again."""
         raise_first(self._manager.call_every("kvarena_pool_reserved", pool=pool))
 
-    def again_resizing(self, pool: UnifiedKVPool, keep_bytes: int) -> None:
+    def again_resizing(self, pool: ResizablePool, keep_bytes: int) -> None:
         """The memory behind `keep_bytes` goes again."""
         raise_first(self._manager.call_every("kvarena_pool_resizing", pool=pool, keep_bytes=keep_bytes))
 
-    def again_finalized(self, pool: UnifiedKVPool) -> None:
+    def again_finalized(self, pool: ResizablePool, resize: PostCaptureKVResize) -> None:
         """The pool has its old size again."""
-        raise_first(self._manager.call_every("kvarena_pool_finalized", pool=pool, resize=size_of(pool)))
+        raise_first(self._manager.call_every("kvarena_pool_finalized", pool=pool, resize=resize))
 
     @contextmanager
-    def _noting_registrations(self) -> Iterator[None]:
+    def noting_registrations(self) -> Iterator[None]:
         """One event for each engine whose registrations the block has changed."""
-        before = [ledger.epoch for ledger in self._ledgers()]
+        before = {id(ledger): ledger.epoch for ledger in self._ledgers()}
         began = time.perf_counter()
         yield
-        for ledger, epoch in zip(self._ledgers(), before, strict=True):
-            if ledger.epoch == epoch:
+        if self.observer is None:
+            return
+        for ledger in self._ledgers():
+            if ledger.epoch == before.get(id(ledger), 0):
                 continue
             regions = ledger.regions
-            self._timeline.add(
+            self.observer.timeline.add(
                 "registered",
                 nbytes=ledger.registered_bytes,
                 address=regions[0].address if regions else None,
@@ -99,7 +122,7 @@ class Announcements:
                 milliseconds=(time.perf_counter() - began) * 1e3,
                 engine=ledger.engine.name,
                 regions=len(regions),
-                epoch=ledger.epoch,
+                **self._details(ledger),
             )
 
 

@@ -10,10 +10,11 @@ from kvarena.hooks.defaults import DefaultBudget, DefaultDrivers, DefaultEngines
 from kvarena.plugin.config import ConfigError, Settings
 
 if TYPE_CHECKING:
-    from kvarena.pool import Refusal, SizingRequest, UnifiedKVPool
+    from kvarena.plugin.announcements import Observer
+    from kvarena.pool import Arena, Refusal, SizingRequest
     from kvarena.transfer import TransferEngine
 
-__all__ = ["collect_refusals", "make_engines", "make_manager"]
+__all__ = ["collect_refusals", "make_engines", "make_manager", "make_observer"]
 
 
 def make_manager(settings: Settings) -> HookManager:
@@ -28,8 +29,21 @@ def collect_refusals(manager: HookManager, request: SizingRequest) -> tuple[Refu
     return tuple(dict.fromkeys(refusal for answer in answers for refusal in answer or ()))
 
 
-def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) -> list[TransferEngine]:
-    """The transfer engines that should know a pool.
+def make_observer(settings: Settings, name: str = "") -> Observer:
+    """Who watches a pool's life: its timeline, the status file and the metrics that `settings` ask for.
+
+    Raises
+    ------
+    MetricsPortError
+        ``metrics_port`` is taken.
+    """
+    from kvarena.plugin.observe.observation import Observation
+
+    return Observation(settings, name=name)
+
+
+def make_engines(manager: HookManager, settings: Settings, arena: Arena) -> list[TransferEngine]:
+    """The transfer engines that should know a pool over `arena`.
 
     Raises
     ------
@@ -43,7 +57,7 @@ def make_engines(manager: HookManager, settings: Settings, pool: UnifiedKVPool) 
         hostname=settings.transfer_host,
         timeout_s=settings.transfer_timeout,
         socket_dir=settings.socket_dir,
-        arena=pool.arena,
+        arena=arena,
     )
     engines: list[TransferEngine] = []
     with ExitStack() as undo:

@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest, HookManager
-from kvarena.plugin.announcements import Announcements, size_of
-from kvarena.plugin.closing import failures_of, raise_first
-from kvarena.plugin.composition import collect_refusals, make_engines, make_manager
+from kvarena.plugin.announcements import Announcements, Observer, size_of
+from kvarena.plugin.closing import close_pool, failures_of, raise_first
+from kvarena.plugin.composition import collect_refusals, make_engines, make_manager, make_observer
 from kvarena.plugin.config import ConfigError, Settings
-from kvarena.plugin.observe.status.reporter import StatusReporter
-from kvarena.plugin.observe.timeline import Timeline
+from kvarena.plugin.resize import PoolResize
 from kvarena.pool.transaction import Transaction
 
 if TYPE_CHECKING:
     import torch
     from kvarena.hooks.ledgers import LedgerKeeper
-    from kvarena.plugin.observe.metrics import MetricsServer
-    from kvarena.plugin.resizing import ElasticAllocator, ResizableAllocator
+    from kvarena.plugin.observe.status.reporter import StatusReporter
+    from kvarena.plugin.observe.timeline import Timeline
+    from kvarena.plugin.ranks import Ranks
     from kvarena.pool import (
         Driver,
+        ElasticAllocator,
         PostCaptureKVResize,
         Refusal,
+        ResizableAllocator,
         SizingRequest,
         SubPoolSpec,
         UnifiedKVPool,
@@ -51,6 +53,10 @@ class PoolLifecycle:
         By default one with the built-in answers and the installed plugins.
     device : torch.device or str
         Where the pool lies.
+    ranks : Ranks, optional
+        The processes that must end with one size; by default there is only this one.
+    observer : Observer, optional
+        Who watches; by default a timeline, the status file and the metrics, as `settings` ask for.
     name : str
         What ``kvarena status`` calls this process, such as ``"decode"``; by default the program's name.
 
@@ -66,6 +72,8 @@ class PoolLifecycle:
         *,
         device: torch.device | str,
         manager: HookManager | None = None,
+        ranks: Ranks | None = None,
+        observer: Observer | None = None,
         name: str = "",
     ) -> None:
         import torch
@@ -73,17 +81,22 @@ class PoolLifecycle:
         self.settings = settings
         self.device = torch.device(device)
         self.manager = make_manager(settings) if manager is None else manager
-        self.timeline = Timeline()
+        self.observer = make_observer(settings, name) if observer is None else observer
         self.pool: UnifiedKVPool | None = None
+        self._ranks = ranks
         self._driver: Driver | None = None
         self._keeper: LedgerKeeper | None = None
-        self.reporter = StatusReporter(settings, self.timeline, ledgers=lambda: self.ledgers, name=name)
-        self._announce = Announcements(self.manager, self.timeline, self.reporter, lambda: self.ledgers)
-        self._metrics: MetricsServer | None = None
-        if settings.metrics_port is not None:
-            from kvarena.plugin.observe.metrics import serve_metrics
+        self._announce = Announcements(self.manager, self.observer, lambda: self.ledgers)
 
-            self._metrics = serve_metrics(self.reporter, settings.metrics_port, settings.metrics_host)
+    @property
+    def timeline(self) -> Timeline:
+        """The observer's."""
+        return self.observer.timeline
+
+    @property
+    def reporter(self) -> StatusReporter:
+        """The observer's."""
+        return self.observer.reporter
 
     @property
     def driver(self) -> Driver:
@@ -100,7 +113,7 @@ class PoolLifecycle:
     @property
     def ledgers(self) -> Sequence[RegistrationLedger]:
         """One ledger for each transfer engine, as they stand."""
-        return () if self._keeper is None else tuple(self._keeper.ledgers)
+        return () if self._keeper is None else self._keeper.ledgers
 
     def plan(self, request: SizingRequest) -> tuple[Refusal, ...]:
         """Ask every plugin why this configuration should not be sized after capture; empty: go on."""
@@ -159,32 +172,29 @@ class PoolLifecycle:
             self.timeline.add(
                 "sink" if post_capture else "backed", nbytes=pool.arena.backed_bytes, address=pool.arena.base
             )
-            engines = make_engines(self.manager, self.settings, pool)
+            engines = make_engines(self.manager, self.settings, pool.arena)
             for engine in engines:
                 undo.callback(engine.close)
-            self._keeper = LedgerKeeper(self.manager, engines)
+            self._keeper = LedgerKeeper(self.manager, pool)
             undo.callback(self._drop_keeper)
-            if self.manager.register(self._keeper, LedgerKeeper.plugin_name) is None:
+            for engine in engines:
+                self._keeper.add(engine, register=False)
+            if not self._keeper.attach():
                 raise ConfigError("nothing would keep the registrations in step with the pool.", fix=_UNBLOCK)
             self._announce.reserved(pool)
             undo.pop_all()
         self.pool = pool
-        self.reporter.begin(pool)
+        self.observer.begin(pool, lambda: self.ledgers)
         return pool
 
     def budget(self) -> int:
         """Measure, now that graphs are captured, how many bytes the pool may have, sink included."""
-        pool = self._pool()
+        self._pool()
         with self.timeline.timed("budget") as event:
             released = getattr(self.driver, "cached_bytes_released", 0)
             # What torch caches is released first: no driver call can see it.
             free = self.driver.free_bytes()
-            request = BudgetRequest(
-                pool, self.driver, headroom_bytes=self.settings.headroom, max_bytes=self.settings.pool_bytes
-            )
-            nbytes: int | None = self.manager.hook.kvarena_budget(request=request)
-            if nbytes is None:
-                raise ConfigError("no plugin says how large the pool may be.", fix=_UNBLOCK)
+            nbytes = self._allowed_bytes()
             event.update(
                 nbytes=nbytes,
                 free=free,
@@ -197,8 +207,9 @@ class PoolLifecycle:
     def finalize(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> PostCaptureKVResize:
         """Back the final size in place, resize the allocators, re-register: all of it or nothing.
 
-        When backing runs out of memory it is tried again with less, as often as
-        ``finalize_retries`` says.
+        The size is never above ``pool_bytes``, nor, with a headroom, above what is left beside it. When
+        backing runs out of memory it is tried again with less, as often as ``finalize_retries`` says; each
+        time memory is measured anew. With several ranks all get the tokens of the one that has the least.
 
         Returns
         -------
@@ -210,20 +221,28 @@ class PoolLifecycle:
         KvArenaError
             The pool, its allocators and its registrations are as they were.
         """
-        from kvarena.pool import OutOfMemoryError, smaller_resize
-
-        for left in range(self.settings.finalize_retries, -1, -1):
-            try:
-                self._finalize_once(resize, allocator)
-            except OutOfMemoryError as error:
-                if not left:
-                    raise
-                resize = smaller_resize(self._pool(), resize)
-                logger.warning("kvarena: %s Trying %d bytes.", error, resize.unified_memory_pool_bytes)
-            else:
-                break
+        pool = self._pool()
+        pool.check_finalize(resize)
+        asked = pool.check_total_bytes(resize.unified_memory_pool_bytes)
+        with PoolResize(
+            pool,
+            self._announce,
+            allowed=self._allowed_bytes,
+            ranks=self._ranks,
+            retries=self.settings.finalize_retries,
+            check=bool(self.settings.headroom),
+        ) as steps:
+            steps.size(_PoolSizer(pool, resize), min(asked, self._max_bytes(asked)))
+            with self.timeline.timed("finalized") as event:
+                steps.back()
+                steps.resize(allocator)
+                self._announce.tell_size(steps.config, steps.undo)
+                event.update(nbytes=pool.total_bytes, address=pool.arena.base)
+            steps.publish(steps.config)
+            steps.finish()
         self.reporter.watch(allocator)
-        return resize
+        final: PostCaptureKVResize = steps.config
+        return final
 
     def grow(self, total_bytes: int, allocator: ElasticAllocator) -> None:
         """Back and register more, up to `total_bytes`, while requests are served.
@@ -231,7 +250,7 @@ class PoolLifecycle:
         Raises
         ------
         KvArenaError
-            Everything is as it was.
+            A failed call changes nothing.
         """
         pool = self._pool()
         before = pool.total_bytes
@@ -239,16 +258,20 @@ class PoolLifecycle:
             with self.timeline.timed("grown") as event:
                 pool.grow(total_bytes)
                 # Last to be undone: everyone hears which size stands.
-                transaction.undo(lambda: self._announce.again_finalized(pool), "announcing the old size")
+                transaction.undo(
+                    lambda: self._announce.again_finalized(pool, size_of(pool)), "announcing the old size"
+                )
                 transaction.undo(lambda: pool.shrink(before), "giving the new memory back")
-                self._announce.tell_size(size_of(pool), transaction)
+                # Before anyone hears of the size, so that a hook reads the bounds that hold from now on. No
+                # page is given out meanwhile: that is the caller's own thread.
+                allocator.grow()
+                transaction.undo(lambda: allocator.shrink(before), "giving the allocators their old size")
+                self._announce.tell_size(size_of(pool), transaction.undo)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
             transaction.undo(
                 lambda: self._announce.again_resizing(pool, before), "letting go of the new memory"
             )
-            # Requests get pages in the new memory only once every engine knows it.
-            self._announce.finalized(pool)
-            allocator.grow()
+            self._announce.finalized(pool, size_of(pool))
 
     def shrink(self, total_bytes: int, allocator: ElasticAllocator) -> None:
         """Move live pages out of the tail, unregister it, then let its memory go.
@@ -257,21 +280,23 @@ class PoolLifecycle:
         ------
         KvArenaError
             Pages in the tail are in flight, or the rest has no room for them, or a plugin failed;
-            everything is as it was.
+            a failed call changes nothing.
         """
         pool = self._pool()
         total_bytes = pool.check_shrink(total_bytes)  # before anyone lets go of anything
         with Transaction() as transaction:
             allocator.shrink(total_bytes)
             transaction.undo(allocator.grow, "giving the allocators their old size")
-            transaction.undo(lambda: self._announce.again_finalized(pool), "registering the tail again")
+            transaction.undo(
+                lambda: self._announce.again_finalized(pool, size_of(pool)), "registering the tail again"
+            )
             self._announce.resizing(pool, total_bytes)
             with self.timeline.timed("shrunk") as event:
                 pool.shrink(total_bytes)
                 transaction.undo(pool.revert_shrink, "taking the memory again")
-                self._announce.tell_size(size_of(pool), transaction)
+                self._announce.tell_size(size_of(pool), transaction.undo)
                 event.update(nbytes=pool.total_bytes, address=pool.arena.base)
-            self._announce.finalized(pool)
+            self._announce.finalized(pool, size_of(pool))
 
     def close(self) -> None:
         """Tell everyone, let go of every region, then of the memory; a second call does nothing.
@@ -286,50 +311,69 @@ class PoolLifecycle:
 
         pool = self.pool
         if pool is None:
-            self._stop_reporting()
+            self.observer.close()
             return
-        failures = self.manager.call_every("kvarena_pool_closing", pool=pool)
-        if not any(ledger.regions for ledger in self.ledgers):
+
+        def close_engines() -> list[KvArenaError]:
+            failures: list[KvArenaError] = []
             for ledger in self.ledgers:
                 failures += failures_of(ledger.engine.close, f"transfer engine {ledger.engine.name!r}")
             self._drop_keeper()
-            failures += failures_of(pool.close, "the pool")
-            if pool.arena.state is ArenaState.CLOSED:
-                self.pool = None
-                self.timeline.add("closed")
-                self._stop_reporting()
+            return failures
+
+        failures = close_pool(self.manager, pool, lambda: self.ledgers, pool.close, let_go=close_engines)
+        if pool.arena.state is ArenaState.CLOSED:
+            self.pool = None
+            self.timeline.add("closed")
+            self.observer.close()
         raise_first(failures)
 
-    def _finalize_once(self, resize: PostCaptureKVResize, allocator: ResizableAllocator) -> None:
+    def _allowed_bytes(self) -> int:
+        """Measured now: what the pool may have, sink included, so that the headroom stays free."""
         pool = self._pool()
-        pool.check_finalize(resize)  # before anyone lets go of anything
-        with Transaction() as transaction:
-            # Last to be undone: when the sink is back, everyone hears of it and registers it.
-            transaction.undo(lambda: self._announce.again_reserved(pool), "announcing the sink")
-            self.manager.hook.kvarena_pool_resizing(pool=pool, keep_bytes=0)
-            with self.timeline.timed("finalized") as event:
-                pool.finalize_backing(resize)
-                transaction.undo(pool.revert_finalize, "backing the sink alone again")
-                allocator.resize(resize)
-                transaction.undo(allocator.revert_resize, "giving the allocators their old size")
-                self._announce.tell_size(resize, transaction)
-                event.update(nbytes=pool.total_bytes, address=pool.arena.base)
-            # First to be undone: nothing may stay registered over memory that goes.
-            transaction.undo(lambda: self._announce.again_resizing(pool, 0), "letting go of the new memory")
-            self._announce.finalized(pool, resize)
+        request = BudgetRequest(
+            pool, self.driver, headroom_bytes=self.settings.headroom, max_bytes=self.settings.pool_bytes
+        )
+        nbytes: int | None = self.manager.hook.kvarena_budget(request=request)
+        if nbytes is None:
+            raise ConfigError("no plugin says how large the pool may be.", fix=_UNBLOCK)
+        return min(nbytes, self._max_bytes(nbytes))
 
-    def _stop_reporting(self) -> None:
-        self.reporter.close()
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+    def _max_bytes(self, otherwise: int) -> int:
+        """What the operator allows; memory comes in whole granules."""
+        maximum, granularity = self.settings.pool_bytes, self.driver.granularity
+        return otherwise if maximum is None else maximum // granularity * granularity
 
     def _drop_keeper(self) -> None:
-        if self._keeper is not None and self.manager.is_registered(self._keeper):
-            self.manager.unregister(self._keeper)
+        if self._keeper is not None:
+            self._keeper.detach()
         self._keeper = None
 
     def _pool(self) -> UnifiedKVPool:
         if self.pool is None:
             raise KvArenaError("there is no pool.", fix="Call reserve first.")
         return self.pool
+
+
+@final
+class _PoolSizer:
+    """kvarena's own pool: a size that was asked for, or less of it."""
+
+    def __init__(self, pool: UnifiedKVPool, asked: PostCaptureKVResize) -> None:
+        self._pool = pool
+        self._asked = asked
+
+    def for_budget(self, nbytes: int) -> PostCaptureKVResize:
+        """The size that was asked for, if it fits, else what fits."""
+        from kvarena.pool import smaller_resize
+
+        if nbytes == self._asked.unified_memory_pool_bytes:
+            return self._asked
+        return smaller_resize(self._pool, self._asked, nbytes)
+
+    def for_tokens(self, tokens: int) -> PostCaptureKVResize:
+        """The fewest bytes for so many tokens; one layout gives the same on every rank."""
+        from kvarena.pool import resize_for_tokens, smaller_resize
+
+        nbytes = resize_for_tokens(self._pool, tokens).unified_memory_pool_bytes
+        return smaller_resize(self._pool, self._asked, nbytes)

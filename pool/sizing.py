@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from kvarena.errors import KvArenaError
@@ -21,6 +21,7 @@ __all__ = [
     "SubPoolCost",
     "agree",
     "resize_for",
+    "resize_for_tokens",
     "smaller_resize",
     "tokens_for_budget",
 ]
@@ -132,25 +133,64 @@ def resize_for(pool: UnifiedKVPool, total_bytes: int) -> PostCaptureKVResize:
     )
 
 
-def smaller_resize(pool: UnifiedKVPool, resize: PostCaptureKVResize) -> PostCaptureKVResize:
-    """What to try after backing `resize` ran out of memory.
-
-    What the device has free now, but at least a sixty-fourth less (2 GiB of a
-    pool of 130), since it said no to the last size; never less than the floor
-    for one request.
+def resize_for_tokens(pool: UnifiedKVPool, tokens: int) -> PostCaptureKVResize:
+    """The smallest size of a pool that holds `tokens` tokens; for ranks, which agree on tokens.
 
     Raises
     ------
     PoolSizeError
-        `resize` was at the floor already.
+        The pool cannot be so small, or so large.
+    """
+    from kvarena.pool.layout import MambaSubPoolSpec
+
+    sides = {spec.name for spec in pool.sub_pool_specs if not isinstance(spec, MambaSubPoolSpec)}
+    names = {"full"} & sides or sides
+    total_bytes = max(
+        (
+            (pool.min_page_index(name) - -tokens // pool.slots_per_page(name)) * pool.page_bytes(name)
+            for name in names
+        ),
+        default=pool.floor_bytes,
+    )
+    return resize_for(pool, total_bytes)
+
+
+def smaller_resize(
+    pool: UnifiedKVPool, resize: PostCaptureKVResize, total_bytes: int | None = None
+) -> PostCaptureKVResize:
+    """`resize` for fewer bytes: no figure grows, and what bytes do not decide stays as it was.
+
+    Parameters
+    ----------
+    pool : UnifiedKVPool
+        Whose size it is.
+    resize : PostCaptureKVResize
+        What could not be backed.
+    total_bytes : int, optional
+        The bytes to try. By default what the device has free now, but at least a sixty-fourth less, since
+        it refused the last size, and never less than one request needs.
+
+    Raises
+    ------
+    PoolSizeError
+        `resize` was at the floor already, or `total_bytes` is below it.
     """
     last = resize.unified_memory_pool_bytes
-    if last is None or last <= pool.floor_bytes:
-        raise PoolSizeError(
-            f"Not even the {pool.floor_bytes} bytes that one request needs could be backed.",
-            requested=last,
-            minimum=pool.floor_bytes,
-            maximum=pool.reserved_bytes,
-            fix="Free memory on the device, or lower the context length.",
-        )
-    return resize_for(pool, max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 64)))
+    if total_bytes is None:
+        if last is None or last <= pool.floor_bytes:
+            raise PoolSizeError(
+                f"Not even the {pool.floor_bytes} bytes that one request needs could be backed.",
+                requested=last,
+                minimum=pool.floor_bytes,
+                maximum=pool.reserved_bytes,
+                fix="Free memory on the device, or lower the context length.",
+            )
+        total_bytes = max(pool.floor_bytes, min(pool.driver.free_bytes(), last - last // 64))
+    fresh = resize_for(pool, total_bytes)
+    kept: dict[str, Any] = {
+        name: min(value, asked)
+        for name in ("max_total_num_tokens", "full_max_total_num_tokens", "swa_max_total_num_tokens")
+        if (value := getattr(fresh, name)) is not None and (asked := getattr(resize, name)) is not None
+    }
+    kept["capped_max_running_requests"] = resize.capped_max_running_requests
+    return msgspec.structs.replace(fresh, **kept)

@@ -11,6 +11,7 @@ from kvarena.pool._views import build_views
 from kvarena.pool.arena import Arena, ArenaState
 from kvarena.pool.errors import LayoutError, OutOfMemoryError, PoolSizeError, PoolStateError
 from kvarena.pool.layout import SubPoolSpec, chain_order
+from kvarena.pool.resizable import BackedRegion, region_of
 
 if TYPE_CHECKING:
     import torch
@@ -374,6 +375,10 @@ class UnifiedKVPool:
         if backed < self.arena.backed_bytes:
             self.arena.check_shrink(backed)
         return total_bytes, backed
+
+    def backed_regions(self, keep_bytes: int | None = None) -> tuple[BackedRegion, ...]:
+        """The arena; see `ResizablePool.backed_regions`."""
+        return (region_of(self.arena, keep_bytes),)
 
     def get_contiguous_buf_infos(self, name: str | None = None) -> ContiguousBufInfos:
         """What a transfer engine may register: only bytes that have memory.

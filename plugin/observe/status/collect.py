@@ -10,14 +10,14 @@ from kvarena.plugin.observe.status.model import EngineStatus, PoolState, PoolSta
 from kvarena.plugin.observe.status.usage import PageUsage
 
 if TYPE_CHECKING:
-    from kvarena.pool import PostCaptureKVResize, SubPoolSpec, UnifiedKVPool
+    from kvarena.pool import PostCaptureKVResize, SubPoolSpec, UnifiedPool
     from kvarena.transfer import RegistrationLedger
 
 __all__ = ["collect", "sample"]
 
 
 def collect(
-    pool: UnifiedKVPool | None,
+    pool: UnifiedPool | None,
     ledgers: Iterable[RegistrationLedger] = (),
     *,
     usage: Mapping[str, PageUsage] | None = None,
@@ -27,7 +27,7 @@ def collect(
 
     Parameters
     ----------
-    pool : UnifiedKVPool or None
+    pool : UnifiedPool or None
         None: not reserved yet, or closed.
     ledgers : iterable of RegistrationLedger
         One for each transfer engine.
@@ -63,7 +63,7 @@ def collect(
 
 def sample(
     at_s: float,
-    pool: UnifiedKVPool | None,
+    pool: UnifiedPool | None,
     ledgers: Iterable[RegistrationLedger],
     usage: Mapping[str, PageUsage],
 ) -> Sample:
@@ -83,13 +83,13 @@ def sample(
     )
 
 
-def _state(pool: UnifiedKVPool) -> PoolState:
+def _state(pool: UnifiedPool) -> PoolState:
     if not pool.post_capture_active:
         return "eager"
     return "serving" if pool.finalized else "reserved"
 
 
-def _sub_pool(pool: UnifiedKVPool, spec: SubPoolSpec, usage: PageUsage | None) -> SubPoolStatus:
+def _sub_pool(pool: UnifiedPool, spec: SubPoolSpec, usage: PageUsage | None) -> SubPoolStatus:
     slots = pool.slots_per_page(spec.name)
     return SubPoolStatus(
         name=spec.name,

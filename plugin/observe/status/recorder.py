@@ -12,7 +12,7 @@ from kvarena.plugin.observe.status.usage import PageUsage
 from kvarena.plugin.observe.timeline import Timeline
 
 if TYPE_CHECKING:
-    from kvarena.pool import UnifiedKVPool
+    from kvarena.pool import UnifiedPool
     from kvarena.transfer import RegistrationLedger
 
 __all__ = ["Recorder"]
@@ -43,7 +43,7 @@ class Recorder:
         self._marks: list[Sample] = []
         self._history = ArenaHistory(title=title, began_at=timeline.began_at)
 
-    def begin(self, pool: UnifiedKVPool) -> None:
+    def begin(self, pool: UnifiedPool) -> None:
         """Remember what does not change in a pool's life."""
         self._history.reserved_bytes = pool.arena.reserved_bytes
         self._history.sink_bytes = pool.sink_bytes
@@ -51,7 +51,7 @@ class Recorder:
 
     def record(
         self,
-        pool: UnifiedKVPool | None,
+        pool: UnifiedPool | None,
         ledgers: Iterable[RegistrationLedger],
         usage: Mapping[str, PageUsage],
         *,

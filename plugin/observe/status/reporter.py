@@ -23,7 +23,7 @@ from kvarena.plugin.observe.status.usage import PageUsage, UsageSource, usage_of
 from kvarena.plugin.observe.timeline import Event, Timeline
 
 if TYPE_CHECKING:
-    from kvarena.pool import PostCaptureKVResize, UnifiedKVPool
+    from kvarena.pool import PostCaptureKVResize, UnifiedPool
     from kvarena.transfer import RegistrationLedger
 
 __all__ = ["StatusReporter"]
@@ -68,7 +68,7 @@ class StatusReporter:
         self.timeline = timeline
         self._settings = settings
         self._ledgers = ledgers
-        self._pool: UnifiedKVPool | None = None
+        self._pool: UnifiedPool | None = None
         self._source: UsageSource | None = None
         self._source_failed = False
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class StatusReporter:
         self._thread: threading.Thread | None = None
         timeline.listeners.append(self._on_event)
 
-    def begin(self, pool: UnifiedKVPool) -> None:
+    def begin(self, pool: UnifiedPool) -> None:
         """The pool is reserved: from now on there is something to tell."""
         self._pool = pool
         self._recorder.begin(pool)

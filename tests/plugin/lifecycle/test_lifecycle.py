@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kvarena.errors import KvArenaError
@@ -12,11 +15,13 @@ from kvarena.hooks import HookError, hookimpl
 from kvarena.plugin.composition import make_manager
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.lifecycle import PoolLifecycle
+from kvarena.plugin.ranks import RankReport
 from kvarena.pool import (
     HostVmm,
     MHASubPoolSpec,
     OutOfMemoryError,
     PoolSizeError,
+    RanksDisagreeError,
     Refusal,
     SizingRequest,
     UnifiedKVPool,
@@ -90,14 +95,16 @@ class Watcher:
 class Life:
     """A lifecycle with its watcher, allocator and driver in hand."""
 
-    def __init__(self, *, settings: Settings | None = None, limit: int = 8 * MIB, fail_in: str = "") -> None:
+    def __init__(
+        self, *, settings: Settings | None = None, limit: int = 8 * MIB, fail_in: str = "", ranks: Any = None
+    ) -> None:
         self.host = HostVmm(memory_limit=limit)
         self.driver = FailingDriver(self.host)
         self.watcher = Watcher(self.driver, fail_in=fail_in)
         settings = settings or Settings(load_plugins=False, finalize_retries=0)
         manager = make_manager(settings)
         manager.register(self.watcher, "watcher")
-        self.life = PoolLifecycle(settings, device="cpu", manager=manager)
+        self.life = PoolLifecycle(settings, device="cpu", manager=manager, ranks=ranks)
 
     def reserve(self) -> UnifiedKVPool:
         self.pool = self.life.reserve(SPECS, total_bytes=16 * MIB, page_size=4)
@@ -125,7 +132,7 @@ def life() -> Iterator[Life]:
 def test_the_whole_life_in_order(life: Life) -> None:
     pool = life.reserve()
     base, sink = pool.arena.base, pool.arena.backed_bytes
-    assert life.registered == [pool.sink_bytes]
+    assert life.registered == [sink]
     budget = life.life.budget()
     assert budget == 8 * MIB - sink
     life.finalize(budget)
@@ -137,11 +144,11 @@ def test_the_whole_life_in_order(life: Life) -> None:
         "reserved", "sink", "registered", "budget", "finalized", "registered", "closed",
     ]  # fmt: skip
     assert life.watcher.heard == [
-        ("registered", pool.sink_bytes),
+        ("registered", sink),
         ("reserved", sink),
         # The sink's memory is replaced by the swap: nothing may be registered over it meanwhile.
         ("resizing", 0),
-        ("unregistered", pool.sink_bytes),
+        ("unregistered", sink),
         ("registered", budget),
         ("finalized", budget),
         ("closing", budget),
@@ -234,10 +241,146 @@ def test_out_of_memory_is_retried_with_less() -> None:
     other = made.host.create(made.host.granularity * 8)
     made.finalize(budget)
     assert 0.9 * budget < made.pool.total_bytes < budget
-    assert made.registered == [made.pool.total_bytes]
+    assert made.registered == [made.pool.arena.backed_bytes]
     made.life.close()
     made.host.release(other)
     assert made.host.free_bytes() == 8 * MIB
+
+
+def test_a_retry_leaves_the_headroom_free() -> None:
+    # It took all that was left: 16 of 64 MiB should stay free, and 0.05 did.
+    settings = Settings(load_plugins=False, headroom=2 * MIB, finalize_retries=4)
+    made = Life(settings=settings)
+    made.reserve()
+    budget = made.life.budget()
+    other = made.host.create(3 * MIB)
+    made.finalize(budget)
+    assert made.host.free_bytes() >= 2 * MIB
+    assert made.pool.total_bytes > MIB
+    made.life.close()
+    made.host.release(other)
+
+
+def test_a_headroom_that_went_after_measuring_is_missed_even_when_backing_would_succeed() -> None:
+    made = Life(settings=Settings(load_plugins=False, headroom=2 * MIB, finalize_retries=4))
+    made.reserve()
+    budget = made.life.budget()
+    other = made.host.create(MIB)
+    made.finalize(budget)
+    assert made.host.free_bytes() >= 2 * MIB
+    made.life.close()
+    made.host.release(other)
+
+
+@pytest.mark.parametrize("maximum", [4 * MIB, 4 * MIB + 1, 4 * MIB - 1])
+def test_the_operators_limit_is_never_exceeded(maximum: int) -> None:
+    # It was by up to a granule, and by any finalize that asked for more.
+    made = Life(settings=Settings(load_plugins=False, pool_bytes=maximum))
+    pool = made.reserve()
+    assert made.life.budget() <= maximum
+    made.finalize(5 * MIB)
+    assert pool.total_bytes <= pool.arena.backed_bytes <= maximum
+    made.life.close()
+
+
+def test_a_retry_keeps_what_bytes_do_not_decide() -> None:
+    made = Life(settings=Settings(load_plugins=False, finalize_retries=4))
+    pool = made.reserve()
+    asked = msgspec.structs.replace(
+        resize_for(pool, made.life.budget()), capped_max_running_requests=7, max_total_num_tokens=64
+    )
+    other = made.host.create(MIB)
+    stands = made.life.finalize(asked, made.allocator)
+    assert (stands.capped_max_running_requests, stands.max_total_num_tokens) == (7, 64)
+    assert stands.unified_memory_pool_bytes == pool.total_bytes < 7 * MIB
+    made.life.close()
+    made.host.release(other)
+
+
+def test_a_hook_reads_the_new_bounds_on_growth(life: Life) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Reads:
+        @hookimpl
+        def kvarena_pool_finalized(self, pool: UnifiedKVPool) -> None:
+            seen.append((pool.max_slots("full"), life.allocator.full.max_slots))
+
+    life.reserve()
+    life.finalize(4 * MIB)
+    life.life.manager.register(Reads(), "reads")
+    life.life.grow(6 * MIB, life.allocator)
+    life.life.shrink(4 * MIB, life.allocator)
+    assert len(seen) == 2
+    assert all(told == bound for told, bound in seen), seen
+
+
+class Pair:
+    """Two ranks on two threads, which meet in every exchange."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=20)
+        self._said: dict[str, RankReport] = {}
+
+    def rank(self, index: int) -> Pair:
+        made = copy.copy(self)
+        made.index = index  # type: ignore[attr-defined]
+        return made
+
+    def exchange(self, mine: RankReport) -> list[RankReport]:
+        self._said[str(self.index)] = mine  # type: ignore[attr-defined]
+        self._barrier.wait()
+        heard = [self._said["0"], self._said["1"]]
+        self._barrier.wait()
+        return heard
+
+
+def _finalize_pair(taken: list[int], retries: int = 4) -> tuple[list[Life], list[object]]:
+    pair, settings = Pair(), Settings(load_plugins=False, finalize_retries=retries, status=False)
+    lives = [Life(settings=settings, ranks=pair.rank(index)) for index in range(2)]
+    outcomes: list[object] = [None, None]
+    sizes = []
+    for life in lives:
+        life.reserve()
+        sizes.append(resize_for(life.pool, life.life.budget()))
+    others = [life.host.create(nbytes) if nbytes else None for life, nbytes in zip(lives, taken, strict=True)]
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = lives[index].life.finalize(sizes[index], lives[index].allocator)
+        except KvArenaError as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for life, other in zip(lives, others, strict=True):
+        if other is not None:
+            life.host.release(other)
+    return lives, outcomes
+
+
+def test_ranks_end_with_one_size_when_one_has_lost_memory() -> None:
+    # 8 MiB taken on rank 1 after the agreement gave 43 616 tokens on rank 0, 38 160 on rank 1, and no error.
+    lives, outcomes = _finalize_pair([0, 2 * MIB])
+    assert outcomes[0] == outcomes[1]
+    assert [life.pool.total_bytes for life in lives] == [lives[0].pool.total_bytes] * 2
+    assert 5 * MIB < lives[0].pool.total_bytes < 6 * MIB
+    assert lives[0].allocator.size_full == lives[1].allocator.size_full
+    for life in lives:
+        life.life.close()
+
+
+def test_no_rank_keeps_a_size_that_another_could_not_have() -> None:
+    lives, outcomes = _finalize_pair([0, 2 * MIB], retries=0)
+    assert all(isinstance(outcome, RanksDisagreeError) for outcome in outcomes), outcomes
+    for life in lives:
+        assert not life.pool.finalized
+        assert life.registered == [life.pool.arena.backed_bytes]
+        life.life.close()
 
 
 def test_out_of_memory_without_retries_says_so(life: Life) -> None:
@@ -328,7 +471,7 @@ def test_memory_stays_while_a_ledger_cannot_let_go() -> None:
     with pytest.raises(RegistrationError):
         made.life.close()
     assert pool.arena.backed_bytes > 0
-    assert made.registered == [pool.sink_bytes]
+    assert made.registered == [pool.arena.backed_bytes]
     engine.unregister = unregister  # type: ignore[method-assign]
     made.life.close()
     assert made.host.free_bytes() == 8 * MIB

@@ -69,7 +69,7 @@ def test_a_scrape_follows_the_pool(lifecycle: PoolLifecycle) -> None:
     assert seen["kvarena_refusals_total", (("reason", "ray"),)] == 1
     assert seen["kvarena_reserved_bytes", ()] == 8 * MIB
     assert seen["kvarena_backed_bytes", ()] == pool.arena.backed_bytes
-    assert seen["kvarena_registered_bytes", engine] == pool.sink_bytes
+    assert seen["kvarena_registered_bytes", engine] == pool.arena.backed_bytes
     assert seen["kvarena_finalize_seconds_count", ()] == 0
     assert ("kvarena_live_pages", full) not in seen
 
