@@ -16,7 +16,6 @@ from .errors import MappingLeftError as MappingLeftError
 from .errors import OutOfMemoryError as OutOfMemoryError
 from .errors import PoolSizeError as PoolSizeError
 from .errors import PoolStateError as PoolStateError
-from .errors import RefusedError as RefusedError
 from .errors import UnknownHandleError as UnknownHandleError
 from .host_vmm import HostVmm as HostVmm
 from .layout import MambaSubPoolSpec as MambaSubPoolSpec

@@ -144,7 +144,7 @@ class PageSpan:
             blocks = blocks[-reach:] + first
         cells = np.flatnonzero(self._cells[blocks].reshape(-1) == 0)
         pages: Pages = (blocks[cells >> _SHIFT] << _SHIFT) + (cells & (BLOCK - 1))
-        # The outermost blocks reach beyond the span, where free pages are no holes.
+        # The outermost blocks reach beyond the span, where free pages are not holes.
         start, stop = np.searchsorted(pages, (self.low, self.high))
         pages = pages[start:stop]
         # Copied, for torch takes no array whose stride is negative.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,11 +46,16 @@ def available_bytes(root: Path = Path("/")) -> int:
     """
     meminfo = root / "proc/meminfo"
     try:
-        available = _field(meminfo, "MemAvailable:") * 1024
+        kib = {words[0]: int(words[1]) for words in map(str.split, meminfo.read_text().splitlines())}
     except OSError as error:
         DescriptorLimitError.raise_for(error, f"reading {meminfo}")
         raise
-    left = [_left(group, files) for group, files in _groups(root)]
+    if "MemAvailable:" not in kib:
+        raise ValueError(f"{meminfo} has no MemAvailable")
+    available = kib["MemAvailable:"] * 1024
+    # A limit above the whole machine holds nothing back; what is used of it need not be read.
+    total = kib.get("MemTotal:", sys.maxsize) * 1024
+    left = [_left(group, files, total) for group, files in _groups(root)]
     return max(0, min([available, *(each for each in left if each is not None)]))
 
 
@@ -68,8 +75,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             yield from ((folder, files) for folder in _upwards(root, mounted_root, mount, path))
 
 
+@functools.cache
 def _mounts(root: Path) -> dict[_Files, list[tuple[str, str]]]:
-    """Where each version is mounted: (the group that is mounted, the mount point); see proc(5), mountinfo."""
+    """Where each version is mounted: (the group that is mounted, the mount point); see proc(5), mountinfo.
+
+    Read once, for they stay where they are, and growth waits for it.
+    """
     found: dict[_Files, list[tuple[str, str]]] = {_V1: [], _V2: []}
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
@@ -99,14 +110,15 @@ def _begins(path: str, mounted_root: str) -> bool:
     return mounted_root == "/" or path == mounted_root or path.startswith(mounted_root + "/")
 
 
-def _left(group: Path, files: _Files) -> int | None:
-    """Bytes below one group's limit; None: it has none, or has no memory controller (the root of v2)."""
+def _left(group: Path, files: _Files, total: int) -> int | None:
+    """Bytes below one group's limit; None: it has none below `total`, or no memory controller (v2's root)."""
     try:
         limit = (group / files.limit).read_text().strip()
-        if limit == "max":
+        if limit == "max" or int(limit) >= total:
             return None
         used = int((group / files.usage).read_text())
-        return int(limit) - used + _field(group / "memory.stat", files.cache)
+        stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
+        return int(limit) - used + int(stat.get(files.cache, 0))
     except ValueError:
         return None
     except OSError as error:
@@ -120,11 +132,3 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         DescriptorLimitError.raise_for(error, f"reading {path}")
         return []
-
-
-def _field(path: Path, key: str) -> int:
-    for line in path.read_text().splitlines():
-        words = line.split()
-        if words and words[0] == key:
-            return int(words[1])
-    raise ValueError(f"{path} has no {key}")

@@ -48,7 +48,7 @@ class PageReader:
         Raises
         ------
         AllocatorError
-            The ids are no integers, or lie outside the virtual id space.
+            The ids are not integers, or lie outside the virtual id space.
         """
         tokens = self.host(ids)
         return self.distinct(tokens if self._page_size == 1 else tokens // self._page_size)
@@ -60,7 +60,7 @@ class PageReader:
         ------
         AllocatorError
             As `pages`; also when `start_pos` is not the first token of a page,
-            or the ids are not whole pages in order (the last may be cut short).
+            or the ids are not whole pages in order (the last may be partial).
         """
         size = self._page_size
         start = as_count(start_pos)
@@ -112,7 +112,7 @@ class PageReader:
         Raises
         ------
         AllocatorError
-            They are no integers of 32 or 64 bits.
+            They are not integers of 32 or 64 bits.
         """
         if isinstance(ids, torch.Tensor):
             if ids.numel() and ids.dtype not in (torch.int32, torch.int64):
@@ -145,7 +145,7 @@ def count_of(need_size: int, page_size: int, name: str) -> int:
     Raises
     ------
     AllocatorError
-        It is no count, or not whole pages.
+        It is not a count, or not whole pages.
     """
     if isinstance(need_size, bool) or not isinstance(need_size, (int, np.integer)) or need_size < 0:
         raise AllocatorError(f"{name}: {need_size!r} tokens were asked for.", fix="Ask for 0 or more.")

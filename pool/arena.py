@@ -87,7 +87,7 @@ class Arena:
         self.state = ArenaState.RESERVED
         self._handles = Handles(driver, self.base)
         self._holds_addresses = True
-        self._given_back: tuple[int, ...] = ()
+        self._last_shrink: tuple[int, ...] = ()  # bytes of each handle that it released
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -148,7 +148,7 @@ class Arena:
         size = self._checked_size(nbytes)
         with self._watched():
             self._handles.swap(size)
-        self._given_back = ()
+        self._last_shrink = ()
         self.state = ArenaState.BACKED
 
     def grow(self, nbytes: int) -> None:
@@ -177,7 +177,7 @@ class Arena:
             if missing <= 0:
                 return
             self._handles.append([missing])
-        self._given_back = ()
+        self._last_shrink = ()
 
     def shrink(self, nbytes: int) -> None:
         """Keep only ``[0, nbytes)``: release the handles behind it.
@@ -202,7 +202,7 @@ class Arena:
         gone = tuple(mapping.nbytes for mapping in self.mappings if mapping.offset >= size)
         with self._watched():
             self._handles.shrink(size)
-        self._given_back = gone
+        self._last_shrink = gone
 
     def revert_shrink(self) -> None:
         """Take the last `shrink` back: handles of the same sizes again, filled with zeros.
@@ -220,14 +220,14 @@ class Arena:
             The device refused; nothing was taken.
         """
         self._require(ArenaState.BACKED, "take a shrink back")
-        if not self._given_back:
+        if not self._last_shrink:
             raise ArenaStateError(
                 f"The arena's {self.backed_bytes} bytes were not shrunk last; there is nothing to take back.",
                 fix="Call it right after shrink(), or use grow().",
             )
         with self._watched():
-            self._handles.append(self._given_back)
-        self._given_back = ()
+            self._handles.append(self._last_shrink)
+        self._last_shrink = ()
 
     def check_shrink(self, nbytes: int) -> int:
         """`nbytes`, if `shrink` would take it; raises what that raises, and changes nothing."""
@@ -255,7 +255,7 @@ class Arena:
         self._require(ArenaState.BACKED, "shrink")
         with self._watched():
             self._handles.shrink(0)
-        self._given_back = ()
+        self._last_shrink = ()
         self.state = ArenaState.RESERVED
 
     def export_fds(self) -> tuple[int, ...]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from kvarena.pool.driver import Driver
+from typing import NamedTuple
 
 __all__ = ["DescriptorLimits", "descriptor_limits", "descriptors_needed"]
 
@@ -42,18 +39,19 @@ def descriptor_limits() -> DescriptorLimits:
     return DescriptorLimits(soft, hard, used)
 
 
-def descriptors_needed(driver: Driver, handles: int) -> int:
+def descriptors_needed(driver: str, handles: int) -> int:
     """The most descriptors that an arena of so many handles holds at once.
 
-    An export makes one for each handle, until the peer has them all. On the
-    host every handle is also a memfd of its own. What peers export to this
-    process comes on top: on the host one for each handle of theirs.
+    A same-host engine keeps each handle that is registered exported, which
+    takes a descriptor. On the host every handle is also a memfd of its own.
+    What peers export to this process comes on top: on the host one for each
+    handle of theirs.
 
     Parameters
     ----------
-    driver : Driver
-        What the arena stands on.
+    driver : str
+        `Driver.name` of what the arena stands on.
     handles : int
         One after finalize, and one more for each growth.
     """
-    return 2 * handles if driver.name == "host" else handles
+    return 2 * handles if driver == "host" else handles

@@ -7,9 +7,6 @@ around such a call keeps working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from kvarena.errors import DescriptorLimitError, KvArenaError
 
 __all__ = [
@@ -23,7 +20,6 @@ __all__ = [
     "OutOfMemoryError",
     "PoolSizeError",
     "PoolStateError",
-    "RefusedError",
     "UnknownHandleError",
 ]
 
@@ -109,7 +105,7 @@ class PoolSizeError(KvArenaError, ValueError, RuntimeError):
     what : str
         What was asked for.
     requested : int or None
-        Bytes asked for; None: no count was given.
+        Bytes asked for; None: what was given is not a count.
     minimum, maximum : int
         Bytes: the sizes that would have been accepted.
     """
@@ -129,18 +125,3 @@ class PoolStateError(KvArenaError, RuntimeError):
 
 class AllocatorError(KvArenaError, RuntimeError):
     """An allocator was asked for something that would corrupt it; it is unchanged."""
-
-
-class RefusedError(KvArenaError, ValueError):
-    """A configuration cannot be sized after capture.
-
-    Parameters
-    ----------
-    refusals : iterable of Refusal
-        Every reason at once, each with the setting that caused it.
-    """
-
-    def __init__(self, refusals: Iterable[Any], *, fix: str = "") -> None:
-        self.refusals = tuple(refusals)
-        reasons = "; ".join(str(getattr(refusal, "reason", refusal)) for refusal in self.refusals)
-        super().__init__(f"This configuration cannot be sized after capture: {reasons}.", fix=fix)

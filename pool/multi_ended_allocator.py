@@ -48,7 +48,7 @@ class MultiEndedAllocator(FreeGroup, PoolMember):
     Raises
     ------
     LayoutError
-        There is no such sub-pool, or it is no end of the arena.
+        There is no such sub-pool, or it is not an end of the arena.
     """
 
     def __init__(

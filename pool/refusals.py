@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import final
-
-from kvarena.pool.errors import RefusedError
 
 __all__ = ["Refusal", "SizingPlan", "SizingRequest", "post_capture_kv_sizing_planned"]
 
@@ -102,15 +100,6 @@ class SizingPlan:
 
     def __bool__(self) -> bool:
         return self.planned
-
-    def with_refusals(self, more: Iterable[Refusal]) -> SizingPlan:
-        """This plan with further reasons, each once."""
-        return SizingPlan(tuple(dict.fromkeys((*self.refusals, *more))))
-
-    def raise_if_refused(self) -> None:
-        """Raise `RefusedError` with every reason, if there is one."""
-        if self.refusals:
-            raise RefusedError(self.refusals)
 
 
 def post_capture_kv_sizing_planned(request: SizingRequest) -> SizingPlan:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from kvarena.pool._pool_size import check_size, floor_bytes
 from kvarena.pool._views import build_views
 from kvarena.pool.arena import Arena, ArenaState
-from kvarena.pool.errors import LayoutError, OutOfMemoryError, PoolSizeError, PoolStateError
+from kvarena.pool.errors import (
+    DescriptorLimitError,
+    LayoutError,
+    OutOfMemoryError,
+    PoolSizeError,
+    PoolStateError,
+)
 from kvarena.pool.layout import SubPoolSpec, chain_order
 from kvarena.pool.resizable import BackedRegion, region_of
 
@@ -263,8 +269,8 @@ class UnifiedKVPool:
         self._require_resizable("go back to its sink")
         try:
             self.arena.back(self.sink_bytes)
-        except OutOfMemoryError:
-            # The pool may hold the last free byte, and nothing in it is wanted any more.
+        except (DescriptorLimitError, OutOfMemoryError):
+            # The pool may hold the last free byte or descriptor, and nothing in it is wanted any more.
             self.arena.shrink_to_zero()
             self.arena.back(self.sink_bytes)
         self._before_shrink = None

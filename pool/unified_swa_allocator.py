@@ -92,7 +92,7 @@ class UnifiedSWATokenToKVPoolAllocator(FreeGroup, HybridCapacity):
         return torch.from_numpy(tokens_of(virtual, self.page_size))
 
     def free(self, free_index: Ids) -> None:
-        """Free pages on both sides; see `MultiEndedAllocator.free`. Tombstones are no error.
+        """Free pages on both sides; see `MultiEndedAllocator.free`. Tombstones are not an error.
 
         Raises
         ------

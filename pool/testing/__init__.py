@@ -99,7 +99,7 @@ class FailingDriver:
         self.counted = 0
 
     def outstanding(self) -> list[str]:
-        """What was taken through this adaptor and not given back, a line each."""
+        """What was taken through this adaptor and not released, a line each."""
         return [
             *(f"reservation of {nbytes} bytes at {start:#x}" for start, nbytes in self._reservations.items()),
             *(f"mapping of {nbytes} bytes at {start:#x}" for start, nbytes in self._mappings.items()),

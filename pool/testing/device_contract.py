@@ -93,7 +93,7 @@ class DeviceWork:
 
 
 class DeviceContract:
-    """Graphs and streams over memory that is swapped, grown, moved and given back beneath them."""
+    """Graphs and streams over memory that is swapped, grown, moved and released beneath them."""
 
     expression: str
     """How to make the driver: a dotted name and a call."""

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kvarena.pool.errors import (
-    ArenaStateError,
-    LayoutError,
-    PoolSizeError,
-    PoolStateError,
-)
+from kvarena.pool.errors import ArenaStateError, LayoutError, PoolSizeError, PoolStateError
 from kvarena.pool.layout import MambaSubPoolSpec, MHASubPoolSpec, MLASubPoolSpec, SubPoolSpec
 from kvarena.pool.testing import FailingDriver, make_driver, no_leaks
 from kvarena.pool.unified_kv_pool import UnifiedKVPool

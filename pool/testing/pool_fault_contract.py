@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from kvarena.errors import KvArenaError
 from kvarena.pool.arena import ArenaState
-from kvarena.pool.errors import DriverError, OutOfMemoryError
+from kvarena.pool.errors import DescriptorLimitError, DriverError, OutOfMemoryError
 from kvarena.pool.testing import FailingDriver, no_leaks
 from kvarena.pool.testing.pool_contract import PoolFixtures, addresses_of, exposed_capacities, sized
 from kvarena.pool.unified_kv_pool import UnifiedKVPool
@@ -46,6 +46,17 @@ class PoolFaultContract(PoolFixtures):
         assert exposed_capacities(pool) == before
         assert int(pool.raw[: pool.sink_bytes].max()) == 0
         pool.finalize_backing(sized(8 * size))
+        pool.close()
+
+    def test_finalize_can_be_reverted_even_without_a_free_descriptor(self, driver: FailingDriver) -> None:
+        pool = self.make(driver)
+        before = exposed_capacities(pool)
+        pool.finalize_backing(sized(8 * driver.granularity))
+        driver._ops, driver._error = frozenset({"create"}), DescriptorLimitError("memfd_create")
+        driver.fail_at = 1
+        pool.revert_finalize()
+        assert driver.counted == 2  # the sink's handle was made once the pool's was gone
+        assert exposed_capacities(pool) == before
         pool.close()
 
     @pytest.mark.parametrize("active", [False, True])

@@ -10,11 +10,14 @@ from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.commands.doctor.child import Child, ChildFailed
 from kvarena.plugin.commands.doctor.findings import Finding
 from kvarena.plugin.observe.status.files import Found
+from kvarena.pool import descriptor_limits, descriptors_needed
 
 __all__ = ["choose_device", "examine_device", "probe_device", "processes"]
 
 _TIMEOUT_S = 120.0
 _INFINIBAND = Path("/sys/class/infiniband")
+# What a pool may come to that grows in steps; on an H200, steps of a gigabyte.
+_HANDLES = 128
 
 
 def choose_device() -> str:
@@ -44,6 +47,7 @@ def examine_device(found: dict[str, Any]) -> Iterator[Finding]:
         )
     yield _handles(found["handle_types"])
     yield _swap(found)
+    yield from _descriptors(found["driver"])
     if "torch_cache_released" in found:
         yield _torch_cache(found)
     if found["driver"] != "host":
@@ -101,6 +105,22 @@ def _handles(types: dict[str, str]) -> Finding:
         fix="" if works else "No handle can be shared: the driver is too old, or a sandbox forbids it.",
         data={"handle_types": types},
     )
+
+
+def _descriptors(driver: str) -> Iterator[Finding]:
+    """A warning where a pool that grows in steps may run out of file descriptors; this process's limit."""
+    limits = descriptor_limits()
+    needed = descriptors_needed(driver, _HANDLES)
+    if limits.left is not None and limits.left < needed:
+        yield Finding(
+            topic="device",
+            verdict="warning",
+            what=f"{limits.left} of {limits.soft} file descriptors (RLIMIT_NOFILE) are left; a pool of "
+            f"{_HANDLES} handles, one for each growth, may need {needed}",
+            fix="Raise the limit where the server starts (`ulimit -n`, LimitNOFILE=, --ulimit nofile=), "
+            "or grow in fewer and larger steps.",
+            data={"soft": limits.soft, "hard": limits.hard, "left": limits.left, "needed": needed},
+        )
 
 
 def _swap(found: dict[str, Any]) -> Finding:

@@ -113,4 +113,4 @@ def test_limits_are_read_anew_and_a_pools_need_is_told() -> None:
     assert after.used == limits.used + 2
     assert limits.left is not None
     assert after.left == limits.left - 2
-    assert descriptors_needed(HostVmm(), 100) == 200
+    assert (descriptors_needed("host", 100), descriptors_needed("cuda", 100)) == (200, 100)

@@ -15,7 +15,6 @@ SAMPLES = [
     errors.DriverUnavailableError("cuInit", "CUDA_ERROR_NO_DEVICE"),
     errors.OutOfMemoryError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", requested=10, free=4),
     errors.PoolSizeError("Too much.", requested=9, minimum=1, maximum=8, fix="Use 8."),
-    errors.RefusedError(["a", "b"]),
     errors.PoolStateError("Closed.", fix="Open it."),
     errors.DescriptorLimitError("dup"),
     errors.MappingLeftError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", "5 bytes"),
@@ -40,7 +39,6 @@ def test_errors_travel_between_processes(error: KvArenaError) -> None:
         (errors.ArenaStateError, (RuntimeError,)),
         (errors.DriverError, (RuntimeError,)),
         (errors.OutOfMemoryError, (RuntimeError,)),
-        (errors.RefusedError, (ValueError,)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -76,12 +74,11 @@ def test_functions_of_sglangs_names_raise_sglangs_errors() -> None:
 
 
 def test_errors_say_what_and_what_to_do() -> None:
-    driver, _, memory, size, refused, *_ = SAMPLES
+    driver, _, memory, size, *_ = SAMPLES
     assert str(driver) == "mmap failed with ENOMEM: 5 bytes. Use less."
     assert "10 bytes were asked for and 4 are free (6 too few)" in str(memory)
     assert memory.fix
     assert str(size) == "Too much. Use 8."
-    assert str(refused).endswith("a; b.")
 
 
 def test_errors_cost_no_torch() -> None:

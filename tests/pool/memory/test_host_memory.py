@@ -93,6 +93,15 @@ def test_a_container_sees_its_own_group_as_the_mount(tmp_path: Path) -> None:
         assert available_bytes(tmp_path) == 6000
 
 
+def test_a_limit_counts_though_nothing_tells_of_the_cache(tmp_path: Path) -> None:
+    tree = Tree(tmp_path, V2, "0::/pod")
+    tree.v2("sys/fs/cgroup/pod", 5000, 1000, cache=300)
+    (tmp_path / "sys/fs/cgroup/pod/memory.stat").write_text("anon 5\n")
+    assert available_bytes(tmp_path) == 4000
+    (tmp_path / "sys/fs/cgroup/pod/memory.stat").unlink()
+    assert available_bytes(tmp_path) == 4000
+
+
 def test_a_group_that_ends_meanwhile_or_reads_oddly_sets_no_limit(tmp_path: Path) -> None:
     tree = Tree(tmp_path, V2, "0::/pod/gone\nnot a line")
     tree.v2("sys/fs/cgroup/pod", "lots", 1000)

@@ -99,14 +99,25 @@ class PoolLife(RuleBasedStateMachine):
             self._step(lambda pool: pool.grow(size), fail_at)
 
     @precondition(lambda self: self.pool is not None and self.pool.finalized)
-    @rule(share=st.floats(0, 1), whole=st.booleans(), fail_at=st.none() | st.integers(1, 3))
-    def shrink(self, share: float, whole: bool, fail_at: int | None) -> None:
+    @rule(
+        share=st.floats(0, 1),
+        whole=st.booleans(),
+        taken_back=st.booleans(),
+        fail_at=st.none() | st.integers(1, 3),
+    )
+    def shrink(self, share: float, whole: bool, taken_back: bool, fail_at: int | None) -> None:
         assert self.pool is not None
         ends = [mapping.end for mapping in self.pool.arena.mappings[:-1]]
         legal = [end for end in ends if end >= self.floor]
         size = legal[int(share * (len(legal) - 1))] if whole and legal else self._size(share)
-        if size < self.pool.total_bytes:
-            self._step(lambda pool: pool.shrink(size), fail_at)
+        if size >= self.pool.total_bytes:
+            return
+        before = exposed_capacities(self.pool)
+        self._step(lambda pool: pool.shrink(size), fail_at)
+        if taken_back and self.pool.total_bytes == size:
+            self._step(lambda pool: pool.revert_shrink(), fail_at)
+            if self.pool.total_bytes != size:
+                assert exposed_capacities(self.pool) == before
 
     @precondition(lambda self: self.pool is not None and self.pool.finalized)
     @rule()

@@ -13,7 +13,7 @@ from kvarena.plugin.commands.cli import main
 from kvarena.plugin.commands.doctor.configuration import refusals
 from kvarena.plugin.commands.doctor.device import examine_device
 from kvarena.plugin.commands.doctor.findings import Finding, Report
-from kvarena.pool import SizingRequest, post_capture_kv_sizing_planned
+from kvarena.pool import DescriptorLimits, SizingRequest, post_capture_kv_sizing_planned
 
 REFUSES = """
 from kvarena.hooks import hookimpl
@@ -47,6 +47,19 @@ def test_a_machine_without_a_gpu_gets_a_useful_answer(doctor: Any) -> None:
     assert "no GPU here" in said
     assert "embedded: sized after capture, nothing refuses it" in said
     assert _of(findings, "device")[0]["data"]["swapped_in_place"] is True
+
+
+@pytest.mark.parametrize(("left", "warned"), [(255, True), (256, False), (None, False)])
+def test_too_few_descriptors_for_a_pool_that_grows_are_a_warning(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch, left: int | None, warned: bool
+) -> None:
+    limits = DescriptorLimits(None if left is None else left + 10, 4096, 10)
+    monkeypatch.setattr("kvarena.plugin.commands.doctor.device.descriptor_limits", lambda: limits)
+    status, findings = doctor("--engine", "embedded")
+    assert status == 0
+    found = [each for each in _of(findings, "device") if "RLIMIT_NOFILE" in each["what"]]
+    assert [(each["verdict"], each["data"]["needed"]) for each in found] == [("warning", 256)] * warned
+    assert all("255 of 265" in each["what"] and "ulimit -n" in each["fix"] for each in found)
 
 
 def test_every_reason_of_a_plugin_is_said_and_refuses(doctor: Any, install: Any) -> None:
