@@ -98,6 +98,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
     },
+    "granite_swa": {"sliding_window": 128, "sliding_window_pattern": 4},
+    "granitemoe_swa": {"sliding_window": 128, "sliding_window_pattern": 4},
     "granitemoehybrid": _MAMBA2_BLOCK,
     "helium": {"head_dim": 128},
     "hy_v3": {"head_dim": 128, "num_key_value_heads": 8},
@@ -134,6 +136,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
     },
     "modernbert-decoder": {"global_attn_every_n_layers": 3},
+    "muse_glimmer_text": {
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "sliding_window": 2048,
+        "sliding_window_pattern": 4,
+    },
     "nemotron_h": {
         "head_dim": 128,
         "num_key_value_heads": 8,
