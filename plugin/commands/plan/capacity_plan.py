@@ -260,7 +260,8 @@ def _weights(
             )
         said.append(
             f"Weights are estimated: {estimate.parameters / 1e9:,.2f} billion parameters, {estimate.bits}, "
-            f"{format_bytes(estimate.total)} altogether."
+            f"{format_bytes(estimate.total)} altogether, {format_bytes(estimate.low)} to "
+            f"{format_bytes(estimate.high)} with what an estimate leaves out: --weights."
         )
     shares = [_share(rank, ranks, estimate) for rank in ranks]
     total = estimate.total if card.weights_bytes is None and estimate is not None else card.weights_bytes or 0

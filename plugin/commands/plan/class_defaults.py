@@ -43,6 +43,7 @@ _GEMMA3 = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+_PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _MAMBA2_BLOCK = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -82,9 +83,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "sliding_window_pattern": 5,
         "num_kv_shared_layers": 15,
+        **_PER_LAYER,
     },
-    "gemma4_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
-    "gemma4_unified_text": {**_GEMMA3, "sliding_window": 1024, "global_head_dim": 512},
+    "gemma4_text": {**_GEMMA3, **_PER_LAYER, "sliding_window": 512, "global_head_dim": 512},
+    "gemma4_unified_text": {**_GEMMA3, **_PER_LAYER, "sliding_window": 1024, "global_head_dim": 512},
     "glm": {"num_key_value_heads": 2},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2},
     "glm4_moe": {"num_key_value_heads": 8},

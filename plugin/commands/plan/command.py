@@ -165,7 +165,9 @@ def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | No
     if "quantization_config" not in config and (beside := quantization_beside(args.model)) is not None:
         config["quantization_config"] = beside
     read = read_model(config, sglang=_release(args))
-    return read.geometry, estimate_weights(read), read
+    # Weights are the same whoever counts the cache.
+    every_layer = read if args.engine == "sglang" else read_model(config, sglang=_NEWEST_SGLANG)
+    return read.geometry, estimate_weights(every_layer, towers=not args.language_only), read
 
 
 def _release(args: argparse.Namespace) -> str | None:
@@ -221,8 +223,9 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: Mapping[str, A
     from kvarena.plugin.commands.plan.load import stored_weight_bytes
 
     weights = None if args.weights is None else parse_bytes(args.weights, what="--weights", zero=False)
-    if weights is None and args.model and (weights := stored_weight_bytes(args.model)) is not None:
-        notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)}.")
+    if weights is None and args.model and (found := stored_weight_bytes(args.model)) is not None:
+        weights, where = found
+        notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)} ({where}).")
     total = card_bytes(args.gpu_memory)
     if total < MIB:
         raise PlanError(f"--gpu-memory is {total} bytes.", fix="Give at least 1 MiB.")
