@@ -65,6 +65,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": _DSA,
+    "diffusion_gemma_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62},
     "emu3_text_model": {"num_key_value_heads": 8},
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
@@ -86,7 +87,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_PER_LAYER,
     },
     "gemma4_text": {**_GEMMA3, **_PER_LAYER, "sliding_window": 512, "global_head_dim": 512},
-    "gemma4_unified_text": {**_GEMMA3, **_PER_LAYER, "sliding_window": 1024, "global_head_dim": 512},
+    "gemma4_unified_text": {**_GEMMA3, "sliding_window": 1024, "global_head_dim": 512},
     "glm": {"num_key_value_heads": 2},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2},
     "glm4_moe": {"num_key_value_heads": 8},
@@ -191,7 +192,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 #: Classes that build on another's configuration.
 _LIKE = {
     "cohere2_vision": "cohere2",
-    "diffusion_gemma_text": "gemma4_text",
     "ernie4_5_vl_moe_text": "ernie4_5_moe",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
