@@ -16,7 +16,14 @@ from kvarena.plugin.commands.plan.capacity import (
 )
 from kvarena.plugin.commands.plan.errors import DoesNotFitError, PlanError
 from kvarena.plugin.commands.plan.geometry import MLARow, ModelGeometry
-from kvarena.plugin.commands.plan.ranks import DTYPE_BYTES, CacheDtypes, RankGeometry, stages
+from kvarena.plugin.commands.plan.moved import Moved, moved_bytes
+from kvarena.plugin.commands.plan.ranks import (
+    DTYPE_BYTES,
+    CacheDtypes,
+    RankGeometry,
+    stages,
+    with_drafts,
+)
 from kvarena.plugin.commands.plan.sglang_gain import Verdict, judge
 from kvarena.plugin.commands.plan.sglang_reserve import (
     Reserve,
@@ -69,6 +76,14 @@ class PlanRequest:
     pool_bytes: int | None = None
     sglang: str | None = None
     hybrid_window: bool = False
+    dp: int = 1
+    draft_layers: int = 0
+    bandwidth: int | None = None
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share one token's heads: with attention data parallelism, those of one group."""
+        return self.tp // self.dp
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,7 @@ class CapacityPlan:
     notes: tuple[str, ...]
     verdict: Verdict | None = None
     problem: PlanError | None = None
+    moved: Moved | None = None
 
     @property
     def fits(self) -> bool:
@@ -197,11 +213,27 @@ def make_plan(
         Heads, channels or layers that do not split as asked.
     """
     said = [*model.notes, *notes]
-    ranks = stages(model, tp=request.tp, pp=request.pp, dtypes=request.dtypes, partition=request.partition)
-    if model.attention_heads and model.attention_heads % request.tp and not model.mla:
+    if request.tp % request.dp:
+        raise PlanError(
+            f"--dp-attention {request.dp} does not divide --tp {request.tp}.",
+            fix="Give a number of groups that does.",
+        )
+    tp = request.attention_tp
+    ranks = stages(model, tp=tp, pp=request.pp, dtypes=request.dtypes, partition=request.partition)
+    if request.draft_layers:
+        ranks[-1] = with_drafts(ranks[-1], request.draft_layers)
         said.append(
-            f"{model.attention_heads} attention heads are not a multiple of tp {request.tp}: "
-            "an engine may refuse."
+            f"{request.draft_layers} draft layers keep rows like the last full-attention layer's, as SGLang "
+            "counts EAGLE and MTP drafts; their weights are not in the estimate."
+        )
+    if request.dp > 1:
+        said.append(
+            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group, which "
+            "holds all of the attention's weights (counted as split over all ranks here)."
+        )
+    if model.attention_heads and model.attention_heads % tp and not model.mla:
+        said.append(
+            f"{model.attention_heads} attention heads are not a multiple of tp {tp}: an engine may refuse."
         )
     context = request.context_len or min(model.context_len or 8192, 8192)
     weights: tuple[int, ...] | None = None
@@ -216,6 +248,7 @@ def make_plan(
             request.sglang,
             hybrid_window=request.hybrid_window,
             kv_dtype=request.dtypes.kv,
+            drafts=request.draft_layers > 0,
         )
     if request.pool_bytes is not None:
         sizings.append(_sized("pool", [request.pool_bytes] * len(ranks), ranks, request, context))
@@ -241,6 +274,7 @@ def make_plan(
         tuple(dict.fromkeys(said)),
         verdict,
         problem,
+        moved_bytes(ranks, context, page_size=request.page_size, tp=tp, bandwidth=request.bandwidth),
     )
 
 

@@ -22,7 +22,7 @@ __all__ = ["add_parser", "run"]
 
 EXIT_DOES_NOT_FIT = 1
 
-_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 #: Options that are about what else lives on a card.
 _OF_A_CARD = (
     *("weights", "runtime_memory", "graph_memory", "activation_memory", "mem_fraction_static"),
@@ -45,6 +45,16 @@ def add_parser(subparsers: Any) -> None:
     layout = parser.add_argument_group("layout")
     layout.add_argument("--tp", type=_whole(1, 4096), default=1, metavar="N", help="tensor-parallel size")
     layout.add_argument("--pp", type=_whole(1, 4096), default=1, metavar="N", help="pipeline stages")
+    layout.add_argument(
+        "--dp-attention",
+        type=_whole(1, 4096),
+        default=1,
+        metavar="N",
+        help="groups of attention data parallelism",
+    )
+    layout.add_argument(
+        "--draft-layers", type=_whole(0, 1024), default=0, metavar="N", help="layers of an EAGLE or MTP draft"
+    )
     layout.add_argument("--pp-layers", metavar="N,N,...", help="layers of each stage, if not even")
     layout.add_argument("--page-size", type=_whole(1, 1 << 20), default=1, metavar="TOKENS")
     layout.add_argument("--kv-cache-dtype", choices=_KV_DTYPES, default="auto")
@@ -52,6 +62,11 @@ def add_parser(subparsers: Any) -> None:
     layout.add_argument("--mamba-conv-dtype", choices=_STATE_DTYPES, default="auto")
     layout.add_argument(
         "--context-len", type=_whole(1, 1 << 40), metavar="TOKENS", help="length of a request"
+    )
+    layout.add_argument(
+        "--transfer-bandwidth",
+        metavar="SIZE",
+        help="bytes a second of one card's link, for prefill and decode",
     )
     memory = parser.add_argument_group("memory")
     size = memory.add_mutually_exclusive_group()
@@ -197,6 +212,9 @@ def _request(
     pool = (
         None if args.pool_memory is None else parse_bytes(args.pool_memory, what="--pool-memory", zero=False)
     )
+    bandwidth = None
+    if args.transfer_bandwidth is not None:
+        bandwidth = parse_bytes(args.transfer_bandwidth, what="--transfer-bandwidth", zero=False)
     split = Split(args.swa_full_tokens_ratio, args.max_running_requests, args.mamba_full_memory_ratio)
     request = PlanRequest(
         tp=args.tp,
@@ -209,6 +227,9 @@ def _request(
         card=card,
         pool_bytes=pool,
         sglang=_release(args),
+        dp=args.dp_attention,
+        draft_layers=args.draft_layers,
+        bandwidth=bandwidth,
         hybrid_window=bool(args.window_layers) if read is None else _hybrid_window(read),
     )
     return request, notes

@@ -27,6 +27,9 @@ def plan_data(plan: CapacityPlan) -> dict[str, Any]:
         "kv_cache_dtype": request.dtypes.kv,
         "mamba_conv_dtype": request.dtypes.conv,
         "mamba_ssm_dtype": request.dtypes.temporal,
+        "attention_dp": request.dp,
+        "draft_layers": request.draft_layers,
+        "moved": _moved(plan),
         "stages": [_stage(plan, index) for index in range(len(plan.ranks))],
         "request_context_len": plan.context_len,
         "sizings": {sizing.name: _sizing(sizing) for sizing in plan.sizings},
@@ -41,6 +44,17 @@ def plan_data(plan: CapacityPlan) -> dict[str, Any]:
     if request.card is not None:
         data["gpu_memory_bytes"] = request.card.total_bytes
     return data
+
+
+def _moved(plan: CapacityPlan) -> dict[str, Any] | None:
+    if plan.moved is None:
+        return None
+    return {
+        "tokens": plan.moved.tokens,
+        "bytes_per_card": list(plan.moved.per_card),
+        "bytes": plan.moved.total,
+        "seconds": plan.moved.seconds,
+    }
 
 
 def _verdict(plan: CapacityPlan) -> dict[str, Any] | None:

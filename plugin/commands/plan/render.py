@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.commands.plan.capacity_plan import CapacityPlan, Sizing
 from kvarena.plugin.commands.plan.geometry import KVRow, MLARow
+from kvarena.plugin.commands.plan.moved import Moved
 from kvarena.plugin.commands.plan.output import gain, tightest
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
 from kvarena.plugin.commands.plan.sglang_gain import GAINS
@@ -27,6 +28,8 @@ def show(plan: CapacityPlan, console: Console) -> None:
     console.print(_head(plan))
     console.print(_sub_pools(plan))
     console.print(_floors(plan))
+    if plan.moved is not None:
+        console.print(_moved(plan.moved))
     if plan.sizings:
         console.print(_sizings(plan))
         if (line := _gain_line(plan)) is not None:
@@ -120,6 +123,16 @@ def _floors(plan: CapacityPlan) -> RenderableType:
         parts.append(f"one request of {plan.model.context_len:,} tokens {format_bytes(whole)}")
     where = f" (stage {rank.stage})" if len(plan.ranks) > 1 else ""
     return Text("; ".join(parts) + where + ".")
+
+
+def _moved(moved: Moved) -> RenderableType:
+    line = (
+        f"From prefill to decode, a request of {moved.tokens:,} tokens moves {format_bytes(moved.total)}, "
+        f"{format_bytes(max(moved.per_card, default=0))} of them from one card"
+    )
+    if moved.seconds is not None and moved.bandwidth is not None:
+        line += f": {moved.seconds:.3g} s at {format_bytes(moved.bandwidth)}/s"
+    return Text(line + ".")
 
 
 def _sizings(plan: CapacityPlan) -> RenderableType:

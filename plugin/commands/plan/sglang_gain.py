@@ -92,6 +92,7 @@ def judge(
     *,
     hybrid_window: bool,
     kv_dtype: str = "bfloat16",
+    drafts: bool = False,
 ) -> Verdict:
     """Who sizes the pool of a model after capture, in a release of SGLang.
 
@@ -107,6 +108,8 @@ def judge(
         Whether SGLang gives the window layers a pool of their own.
     kv_dtype : str
         Of the cache.
+    drafts : bool
+        Whether the server drafts tokens, whatever `server` says.
     """
     role = server.disaggregation_mode
     spans = {layer.span for layer in model.layers if layer.row is not None}
@@ -133,7 +136,7 @@ def judge(
     if role != "prefill" and not server.decode_graph:
         uncaptured.append("SGLang captures no decode steps with --disable-decode-graph")
     reasons += [f"{what}, so their activations are not in what is measured" for what in uncaptured]
-    if server.draft_tokens:
+    if drafts or server.draft_tokens:
         reasons.append("a draft's pool would be charged twice")
     if not reasons:
         flags = FLAGS if release in _FULL_SUPPORT else f"{FLAGS}, {EXPERIMENT}"
