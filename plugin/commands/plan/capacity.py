@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvarena.plugin.commands.plan.errors import PlanError
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
-from kvarena.pool.budget import PoolCost, SubPoolCost, largest_count, packed_bytes, tokens_for_budget
+from kvarena.pool.budget import PoolCost, SubPoolCost, packed_bytes, tokens_for_budget
 
 __all__ = [
     "Capacity",
@@ -170,25 +169,29 @@ def max_slots(rank: RankGeometry, total_bytes: int, page_size: int) -> dict[str,
     return found
 
 
-def requests_of(
-    ranks: Sequence[RankGeometry], total_bytes: Sequence[int] | int, context_len: int, *, page_size: int
-) -> int:
+def requests_of(ranks: Sequence[RankGeometry], found: Capacity, context_len: int, *, page_size: int) -> int:
     """Requests of `context_len` tokens each that run side by side.
 
-    Each keeps its context in full-attention layers, a window and a page of slack in the others, and
-    one state.
+    Each keeps its context in full-attention layers, a window and a page of slack in the others, and one
+    state. The kinds share by the split that `found` was made with, so what one has left over is not
+    lent to another.
+
+    Parameters
+    ----------
+    ranks : sequence of RankGeometry
+        One rank of each stage.
+    found : Capacity
+        What their pools hold.
+    context_len, page_size : int
+        Tokens of a request, and of a page.
     """
-
-    def holds(rank: RankGeometry, total: int, requests: int) -> bool:
-        terms = rank.floor_terms(page_size, context_len=context_len)
-        return fits(rank, {name: slots * requests for name, slots in terms}, page_size, total)
-
-    found = [
-        largest_count(partial(holds, rank, total), total)
-        for rank, total in zip(ranks, _per_stage(ranks, total_bytes), strict=True)
-        if rank.sub_pools
-    ]
-    return min(found, default=0)
+    limits = []
+    for rank in ranks:
+        terms = dict(rank.floor_terms(page_size, context_len=context_len))
+        for pool in rank.sub_pools:
+            held = found.tokens if pool.window is None else found.window_tokens
+            limits.append(((found.states if pool.per_request else held) or 0) // terms[pool.name])
+    return min(limits, default=0)
 
 
 def _per_stage(ranks: Sequence[RankGeometry], total_bytes: Sequence[int] | int) -> list[int]:

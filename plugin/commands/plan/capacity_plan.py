@@ -14,9 +14,17 @@ from kvarena.plugin.commands.plan.capacity import (
     max_slots,
     requests_of,
 )
-from kvarena.plugin.commands.plan.errors import PlanError
+from kvarena.plugin.commands.plan.errors import DoesNotFitError, PlanError
 from kvarena.plugin.commands.plan.geometry import MLARow, ModelGeometry
-from kvarena.plugin.commands.plan.ranks import DTYPE_BYTES, CacheDtypes, RankGeometry, stages
+from kvarena.plugin.commands.plan.moved import Moved, moved_bytes
+from kvarena.plugin.commands.plan.ranks import (
+    DTYPE_BYTES,
+    CacheDtypes,
+    RankGeometry,
+    stages,
+    with_drafts,
+)
+from kvarena.plugin.commands.plan.sglang_gain import Verdict, judge
 from kvarena.plugin.commands.plan.sglang_reserve import (
     Reserve,
     ServerShape,
@@ -51,7 +59,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked: a layout, and a card or a pool of given size."""
+    """What is asked: a layout, and a card or a pool of given size.
+
+    `sglang` is the release whose layers the model's geometry counts; ``None`` for the architecture alone.
+    `hybrid_window` says that there the window layers have a pool of their own.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -62,6 +74,16 @@ class PlanRequest:
     context_len: int | None = None
     card: Gpu | None = None
     pool_bytes: int | None = None
+    sglang: str | None = None
+    hybrid_window: bool = False
+    dp: int = 1
+    draft_layers: int = 0
+    bandwidth: int | None = None
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share one token's heads: with attention data parallelism, those of one group."""
+        return self.tp // self.dp
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +126,11 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """A plan, ready to be shown."""
+    """A plan, ready to be shown.
+
+    `verdict` says who sizes the pool after capture in SGLang; ``None`` for the architecture alone.
+    `problem` is why nothing could be sized on the card, though the geometry is known.
+    """
 
     model: ModelGeometry
     request: PlanRequest
@@ -113,10 +139,14 @@ class CapacityPlan:
     weights_bytes: tuple[int, ...] | None
     sizings: tuple[Sizing, ...]
     notes: tuple[str, ...]
+    verdict: Verdict | None = None
+    problem: PlanError | None = None
+    moved: Moved | None = None
 
     @property
     def fits(self) -> bool:
-        return all(sizing.fits for sizing in self.sizings)
+        """Whether the best that can be made of it holds a request: sized after capture, if it can be."""
+        return all(sizing.fits for sizing in self.sizings[-1:])
 
     def sizing(self, name: str) -> Sizing | None:
         return next((sizing for sizing in self.sizings if sizing.name == name), None)
@@ -181,30 +211,70 @@ def make_plan(
     ------
     GeometryError
         Heads, channels or layers that do not split as asked.
-    PlanError
-        Weights that are not known, or that alone do not fit.
     """
     said = [*model.notes, *notes]
-    ranks = stages(model, tp=request.tp, pp=request.pp, dtypes=request.dtypes, partition=request.partition)
-    if model.attention_heads and model.attention_heads % request.tp and not model.mla:
+    if request.tp % request.dp:
+        raise PlanError(
+            f"--dp-attention {request.dp} does not divide --tp {request.tp}.",
+            fix="Give a number of groups that does.",
+        )
+    tp = request.attention_tp
+    ranks = stages(model, tp=tp, pp=request.pp, dtypes=request.dtypes, partition=request.partition)
+    if request.draft_layers:
+        ranks[-1] = with_drafts(ranks[-1], request.draft_layers)
         said.append(
-            f"{model.attention_heads} attention heads are not a multiple of tp {request.tp}: "
-            "an engine may refuse."
+            f"{request.draft_layers} draft layers keep rows like the last full-attention layer's, as SGLang "
+            "counts EAGLE and MTP drafts; their weights are not in the estimate."
+        )
+    if request.dp > 1:
+        said.append(
+            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group, which "
+            "holds all of the attention's weights (counted as split over all ranks here)."
+        )
+    if model.attention_heads and model.attention_heads % tp and not model.mla:
+        said.append(
+            f"{model.attention_heads} attention heads are not a multiple of tp {tp}: an engine may refuse."
         )
     context = request.context_len or min(model.context_len or 8192, 8192)
     weights: tuple[int, ...] | None = None
     sizings: list[Sizing] = []
+    verdict: Verdict | None = None
+    problem: PlanError | None = None
+    if request.sglang is not None:
+        server = (request.card and request.card.server) or ServerShape(0, request.tp, request.pp, model.mla)
+        verdict = judge(
+            model,
+            server,
+            request.sglang,
+            hybrid_window=request.hybrid_window,
+            kv_dtype=request.dtypes.kv,
+            drafts=request.draft_layers > 0,
+        )
     if request.pool_bytes is not None:
         sizings.append(_sized("pool", [request.pool_bytes] * len(ranks), ranks, request, context))
     elif request.card is not None:
-        weights = _weights(request, request.card, ranks, estimate, said)
-        sizings = _card_sizings(model, request, request.card, ranks, weights, context, said)
+        try:
+            weights = _weights(request, request.card, ranks, estimate, said)
+            sizings = _card_sizings(model, request, request.card, ranks, weights, context, said)
+        except PlanError as error:
+            problem = error
+        if verdict is not None and verdict.by is None:
+            sizings = [sizing for sizing in sizings if sizing.name != "after_capture"]
     if model.recurrent and request.split.running_requests is None and sizings:
         said.append(
             "The number of running requests is not given: states and tokens share by SGLang's memory ratio."
         )
     return CapacityPlan(
-        model, request, tuple(ranks), context, weights, tuple(sizings), tuple(dict.fromkeys(said))
+        model,
+        request,
+        tuple(ranks),
+        context,
+        weights,
+        tuple(sizings),
+        tuple(dict.fromkeys(said)),
+        verdict,
+        problem,
+        moved_bytes(ranks, context, page_size=request.page_size, tp=tp, bandwidth=request.bandwidth),
     )
 
 
@@ -219,12 +289,13 @@ def _weights(
     if card.weights_bytes is None:
         if estimate is None:
             raise PlanError(
-                "The size of the weights is not known.",
+                "The size of the weights is not known, so nothing is sized.",
                 fix="Give --weights (of the whole model, as on disk).",
             )
         said.append(
             f"Weights are estimated: {estimate.parameters / 1e9:,.2f} billion parameters, {estimate.bits}, "
-            f"{format_bytes(estimate.total)} altogether."
+            f"{format_bytes(estimate.total)} altogether, {format_bytes(estimate.low)} to "
+            f"{format_bytes(estimate.high)} with what an estimate leaves out: --weights."
         )
     shares = [_share(rank, ranks, estimate) for rank in ranks]
     total = estimate.total if card.weights_bytes is None and estimate is not None else card.weights_bytes or 0
@@ -250,7 +321,7 @@ def _card_sizings(
     server = card.server or ServerShape(card.total_bytes // MIB, request.tp, request.pp, model.mla)
     free = card.total_bytes - card.runtime_bytes
     if free <= max(weights):
-        raise PlanError(
+        raise DoesNotFitError(
             f"The weights take {format_bytes(max(weights))} of a card with {format_bytes(max(free, 0))} "
             "free.",
             fix="Raise --tp or --pp, or choose a larger card.",
@@ -272,13 +343,6 @@ def _card_sizings(
         if taken:
             kept.append(("graphs, activations", taken))
         sizings.append(_sized(name, budgets, ranks, request, context, reserve.mem_fraction_static, kept))
-    if model.mla:
-        said.append(f"SGLang {rel.name} itself sizes MLA pools before capture: its planner refuses them.")
-    if model.recurrent:
-        said.append(
-            f"SGLang {rel.name} itself allocates recurrent states before capture, and keeps its activation "
-            "reserve."
-        )
     if card.mem_fraction_static is not None:
         said.append(
             "A given mem_fraction_static keeps as much back after capture as before: leave it out to gain."
@@ -306,9 +370,7 @@ def _sized(
 ) -> Sizing:
     budgets = tuple(max(budget, 0) for budget in budgets)
     found = capacity(ranks, budgets, page_size=request.page_size, split=request.split)
-    requests = requests_of(ranks, budgets, context, page_size=request.page_size)
-    if found.states is not None:
-        requests = min(requests, found.states)  # a request without a state does not run
+    requests = requests_of(ranks, found, context, page_size=request.page_size)
     return Sizing(
         name=name,
         pool_bytes=budgets,

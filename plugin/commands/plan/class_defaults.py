@@ -43,6 +43,7 @@ _GEMMA3 = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+_PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _MAMBA2_BLOCK = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -64,6 +65,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": _DSA,
+    "diffusion_gemma_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62},
     "emu3_text_model": {"num_key_value_heads": 8},
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
@@ -82,8 +84,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "sliding_window_pattern": 5,
         "num_kv_shared_layers": 15,
+        **_PER_LAYER,
     },
-    "gemma4_text": {**_GEMMA3, "sliding_window": 512, "global_head_dim": 512},
+    "gemma4_text": {**_GEMMA3, **_PER_LAYER, "sliding_window": 512, "global_head_dim": 512},
     "gemma4_unified_text": {**_GEMMA3, "sliding_window": 1024, "global_head_dim": 512},
     "glm": {"num_key_value_heads": 2},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2},
@@ -98,6 +101,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
     },
+    "granite_swa": {"sliding_window": 128, "sliding_window_pattern": 4},
+    "granitemoe_swa": {"sliding_window": 128, "sliding_window_pattern": 4},
     "granitemoehybrid": _MAMBA2_BLOCK,
     "helium": {"head_dim": 128},
     "hy_v3": {"head_dim": 128, "num_key_value_heads": 8},
@@ -134,6 +139,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
     },
     "modernbert-decoder": {"global_attn_every_n_layers": 3},
+    "muse_glimmer_text": {
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "sliding_window": 2048,
+        "sliding_window_pattern": 4,
+    },
     "nemotron_h": {
         "head_dim": 128,
         "num_key_value_heads": 8,
@@ -181,7 +192,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 #: Classes that build on another's configuration.
 _LIKE = {
     "cohere2_vision": "cohere2",
-    "diffusion_gemma_text": "gemma4_text",
     "ernie4_5_vl_moe_text": "ernie4_5_moe",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",

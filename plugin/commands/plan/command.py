@@ -5,26 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvarena.plugin.byte_sizes import MIB, format_bytes, parse_bytes
 from kvarena.plugin.commands.plan.cards import CARDS, card_bytes
-from kvarena.plugin.commands.plan.errors import PlanError
+from kvarena.plugin.commands.plan.errors import DoesNotFitError, PlanError
 
 if TYPE_CHECKING:
     from kvarena.plugin.commands.plan.capacity_plan import Gpu, PlanRequest
     from kvarena.plugin.commands.plan.geometry import ModelGeometry
+    from kvarena.plugin.commands.plan.read import ReadModel
     from kvarena.plugin.commands.plan.weights import WeightEstimate
 
 __all__ = ["add_parser", "run"]
 
 EXIT_DOES_NOT_FIT = 1
 
-_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 #: Options that are about what else lives on a card.
 _OF_A_CARD = (
     *("weights", "runtime_memory", "graph_memory", "activation_memory", "mem_fraction_static"),
-    *("sglang", "disaggregation_mode", "chunked_prefill_size", "cuda_graph_max_bs"),
+    *("disaggregation_mode", "chunked_prefill_size", "cuda_graph_max_bs"),
     *("speculative_num_draft_tokens", "disable_prefill_graph", "disable_decode_graph", "language_only"),
 )
 _NEWEST_SGLANG = "0.5.23"
@@ -43,6 +45,16 @@ def add_parser(subparsers: Any) -> None:
     layout = parser.add_argument_group("layout")
     layout.add_argument("--tp", type=_whole(1, 4096), default=1, metavar="N", help="tensor-parallel size")
     layout.add_argument("--pp", type=_whole(1, 4096), default=1, metavar="N", help="pipeline stages")
+    layout.add_argument(
+        "--dp-attention",
+        type=_whole(1, 4096),
+        default=1,
+        metavar="N",
+        help="groups of attention data parallelism",
+    )
+    layout.add_argument(
+        "--draft-layers", type=_whole(0, 1024), default=0, metavar="N", help="layers of an EAGLE or MTP draft"
+    )
     layout.add_argument("--pp-layers", metavar="N,N,...", help="layers of each stage, if not even")
     layout.add_argument("--page-size", type=_whole(1, 1 << 20), default=1, metavar="TOKENS")
     layout.add_argument("--kv-cache-dtype", choices=_KV_DTYPES, default="auto")
@@ -50,6 +62,11 @@ def add_parser(subparsers: Any) -> None:
     layout.add_argument("--mamba-conv-dtype", choices=_STATE_DTYPES, default="auto")
     layout.add_argument(
         "--context-len", type=_whole(1, 1 << 40), metavar="TOKENS", help="length of a request"
+    )
+    layout.add_argument(
+        "--transfer-bandwidth",
+        metavar="SIZE",
+        help="bytes a second of one card's link, for prefill and decode",
     )
     memory = parser.add_argument_group("memory")
     size = memory.add_mutually_exclusive_group()
@@ -77,6 +94,12 @@ def add_parser(subparsers: Any) -> None:
 def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sglang", metavar="VERSION", help=f"release, 0.5.16 to 0.5.23 (default: {_NEWEST_SGLANG})"
+    )
+    group.add_argument(
+        "--engine",
+        choices=("sglang", "none"),
+        default="sglang",
+        help="count the layers that SGLang allocates, or what the architecture alone needs",
     )
     group.add_argument("--disaggregation-mode", choices=("null", "prefill", "decode"))
     group.add_argument("--chunked-prefill-size", type=_whole(1, 1 << 24), metavar="TOKENS")
@@ -114,8 +137,8 @@ def run(args: argparse.Namespace) -> int:
     from kvarena.plugin.commands.plan.capacity_plan import make_plan
     from kvarena.plugin.commands.plan.output import plan_data
 
-    model, estimate, top = _model(args)
-    request, notes = _request(args, model, top)
+    model, estimate, read = _model(args)
+    request, notes = _request(args, model, read)
     plan = make_plan(model, request, estimate=estimate, notes=notes)
     if args.plot:
         from kvarena.plugin.commands.plan.plot import plot_plan
@@ -129,10 +152,13 @@ def run(args: argparse.Namespace) -> int:
 
         # Into a pipe or a file, lines are as long as they need to be.
         show(plan, Console(width=None if sys.stdout.isatty() else 160))
-    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+    if plan.problem is not None and not isinstance(plan.problem, DoesNotFitError):
+        sys.stdout.flush()
+        raise plan.problem
+    return 0 if plan.fits and plan.problem is None else EXIT_DOES_NOT_FIT
 
 
-def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | None, dict[str, Any]]:
+def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | None, ReadModel | None]:
     from kvarena.plugin.commands.plan.explicit import GeometryOptions
     from kvarena.plugin.commands.plan.load import load_config, quantization_beside
     from kvarena.plugin.commands.plan.read import read_model
@@ -146,19 +172,29 @@ def _model(args: argparse.Namespace) -> tuple[ModelGeometry, WeightEstimate | No
             raise PlanError(
                 "There is no model.", fix="Give a config.json, or --full-layers, --kv-heads and --head-dim."
             )
-        return options.geometry(), None, {}
+        return options.geometry(), None, None
     if stated:
         option = "--" + stated[0].replace("_", "-")
         raise PlanError(f"{option} and a file both describe the model.", fix="Give one of them.")
     config = load_config(args.model)
     if "quantization_config" not in config and (beside := quantization_beside(args.model)) is not None:
         config["quantization_config"] = beside
-    read = read_model(config)
-    return read.geometry, estimate_weights(read), config
+    read = read_model(config, sglang=_release(args))
+    # Weights are the same whoever counts the cache.
+    every_layer = read if args.engine == "sglang" else read_model(config, sglang=_NEWEST_SGLANG)
+    return read.geometry, estimate_weights(every_layer, towers=not args.language_only), read
+
+
+def _release(args: argparse.Namespace) -> str | None:
+    """The release of SGLang whose layers are counted; `None` for the architecture alone."""
+    from kvarena.plugin.commands.plan.sglang_reserve import release
+
+    name = release(args.sglang or _NEWEST_SGLANG).name
+    return name if args.engine == "sglang" else None
 
 
 def _request(
-    args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
+    args: argparse.Namespace, model: ModelGeometry, read: ReadModel | None
 ) -> tuple[PlanRequest, list[str]]:
     from kvarena.plugin.commands.plan.capacity import Split
     from kvarena.plugin.commands.plan.capacity_plan import PlanRequest, choose_dtypes
@@ -168,10 +204,17 @@ def _request(
             option = "--" + name.replace("_", "-")
             raise PlanError(f"{option} says nothing without a card.", fix="Give --gpu-memory, too.")
     dtypes, notes = choose_dtypes(model, args.kv_cache_dtype, args.mamba_conv_dtype, args.mamba_ssm_dtype)
-    card = _card(args, model, config, notes) if args.gpu_memory is not None else None
+    card = (
+        _card(args, model, read.top if read is not None else {}, notes)
+        if args.gpu_memory is not None
+        else None
+    )
     pool = (
         None if args.pool_memory is None else parse_bytes(args.pool_memory, what="--pool-memory", zero=False)
     )
+    bandwidth = None
+    if args.transfer_bandwidth is not None:
+        bandwidth = parse_bytes(args.transfer_bandwidth, what="--transfer-bandwidth", zero=False)
     split = Split(args.swa_full_tokens_ratio, args.max_running_requests, args.mamba_full_memory_ratio)
     request = PlanRequest(
         tp=args.tp,
@@ -183,17 +226,27 @@ def _request(
         context_len=args.context_len,
         card=card,
         pool_bytes=pool,
+        sglang=_release(args),
+        dp=args.dp_attention,
+        draft_layers=args.draft_layers,
+        bandwidth=bandwidth,
+        hybrid_window=bool(args.window_layers) if read is None else _hybrid_window(read),
     )
     return request, notes
 
 
-def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any], notes: list[str]) -> Gpu:
+def _hybrid_window(read: ReadModel) -> bool:
+    return read.sglang is not None and read.sglang.hybrid_window
+
+
+def _card(args: argparse.Namespace, model: ModelGeometry, config: Mapping[str, Any], notes: list[str]) -> Gpu:
     from kvarena.plugin.commands.plan.capacity_plan import RUNTIME_BYTES, Gpu
     from kvarena.plugin.commands.plan.load import stored_weight_bytes
 
     weights = None if args.weights is None else parse_bytes(args.weights, what="--weights", zero=False)
-    if weights is None and args.model and (weights := stored_weight_bytes(args.model)) is not None:
-        notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)}.")
+    if weights is None and args.model and (found := stored_weight_bytes(args.model)) is not None:
+        weights, where = found
+        notes.append(f"Weights are what lies beside the configuration: {format_bytes(weights)} ({where}).")
     total = card_bytes(args.gpu_memory)
     if total < MIB:
         raise PlanError(f"--gpu-memory is {total} bytes.", fix="Give at least 1 MiB.")
@@ -220,7 +273,7 @@ def _card(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any]
     )
 
 
-def _server(args: argparse.Namespace, model: ModelGeometry, config: dict[str, Any], total: int) -> Any:
+def _server(args: argparse.Namespace, model: ModelGeometry, config: Mapping[str, Any], total: int) -> Any:
     from kvarena.plugin.commands.plan.sglang_reserve import ServerShape
 
     vision = config.get("vision_config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvarena.errors import KvArenaError
 from kvarena.plugin.commands.plan.text import printable
 
-__all__ = ["GeometryError", "ModelConfigError", "PlanError"]
+__all__ = ["DoesNotFitError", "GeometryError", "ModelConfigError", "PlanError"]
 
 
 class PlanError(KvArenaError):
@@ -28,6 +28,10 @@ class ModelConfigError(PlanError):
     def __init__(self, key: str, what: str, *, fix: str = "") -> None:
         super().__init__(f"{printable(key, 120)} {printable(what, 400)}.", fix=fix)
         self.key = key
+
+
+class DoesNotFitError(PlanError):
+    """Weights that leave no room for a cache on the card."""
 
 
 class GeometryError(PlanError):

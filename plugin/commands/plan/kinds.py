@@ -135,9 +135,14 @@ def _assumed(fields: Fields, layers: int) -> list[str]:
     first = fields.count("max_window_layers", minimum=0, maximum=MAX_LAYERS)
     if first is not None:
         return ["sliding" if index >= first else "full" for index in range(layers)]
+    if fields.model_type not in _ALL_SLIDE:
+        raise fields.error(
+            "layer_types",
+            f"is missing: there is a window of {window.tokens} tokens, and nothing says which layers slide",
+            fix="Add layer_types, set sliding_window to null, or give the geometry by options.",
+        )
     fields.note(
-        f"Every layer slides over {window.tokens} tokens: there is a window, and nothing that says which "
-        "layers it is for. An engine may treat them as full attention."
+        f"Every layer slides over {window.tokens} tokens, as the class of {fields.model_type} has it."
     )
     return ["sliding"] * layers
 
@@ -162,6 +167,13 @@ def _recurrent(fields: Fields, layers: int, key: str) -> list[str]:
     )
 
 
+#: Classes whose window is for every layer (transformers 5.19: they keep no schedule).
+_ALL_SLIDE = frozenset(
+    {
+        *("ministral", "mistral", "mixtral", "phi3", "phi3_v", "phi4_multimodal", "phi4mm", "phimoe"),
+        *("starcoder2", "voxtral_realtime_text"),
+    }
+)
 _ALL_MAMBA = ("mamba", "mamba2", "falcon_mamba", "granitemoehybrid", "bamba")
 _RECURRENT_KEYS = (
     "mamba_d_state",

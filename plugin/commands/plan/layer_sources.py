@@ -250,7 +250,9 @@ def _pattern(key: str) -> Reader:
         if isinstance(value, list):
             return _flags(key, {0: "full", 1: "sliding"})(fields, layers)
         every = fields.need(key, maximum=MAX_LAYERS)
-        if fields.model_type.startswith(("modernbert", "cwm")):
+        if fields.model_type.startswith("muse_glimmer"):  # counted backward from the last
+            return ["full" if (layers - 1 - i) % every == 0 else "sliding" for i in range(layers)]
+        if fields.model_type.startswith(("modernbert", "cwm", "granite")):
             return ["full" if i % every == 0 else "sliding" for i in range(layers)]
         dense_every = fields.count("prefix_dense_sliding_window_pattern", maximum=MAX_LAYERS)
         dense = fields.count("first_k_dense_replace", minimum=0, maximum=layers) if dense_every else 0

@@ -85,19 +85,52 @@ def quantization_beside(path: str | Path) -> dict[str, Any] | None:
     return section if isinstance(section, dict) else None
 
 
-def stored_weight_bytes(path: str | Path) -> int | None:
-    """Bytes of the safetensors that lie beside a configuration, or ``None`` where there are none.
+def stored_weight_bytes(path: str | Path) -> tuple[int, str] | None:
+    """Bytes of the safetensors that lie beside a configuration, and where they were read.
 
-    The index's own total comes first: it is right even where the files themselves were not fetched.
+    The headers of the files come first: they say what each tensor takes, even of a file that is cut
+    short. Where not all files of the index were fetched, its own total is taken. A second copy of the
+    weights under another name (``consolidated.safetensors``) is not counted.
+
+    Returns
+    -------
+    tuple of (int, str) or None
+        ``None`` where there are no weights.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file() and index.stat().st_size <= _MAX_BYTES:
-            total = json.loads(index.read_bytes()).get("metadata", {}).get("total_size")
+            data = json.loads(index.read_bytes())
+            listed = {name for name in data.get("weight_map", {}).values() if isinstance(name, str)}
+            files = [folder / name for name in sorted(listed) if Path(name).name == name]
+            if files and len(files) == len(listed) and all(file.is_file() for file in files):
+                return sum(map(_tensor_bytes, files)), "the headers of its safetensors"
+            total = data.get("metadata", {}).get("total_size")
             if isinstance(total, (int, float)) and not isinstance(total, bool) and 0 < total < 1 << 60:
-                return int(total)
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+                return int(total), "the index of its safetensors"
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        return (sum(map(_tensor_bytes, files)), "the headers of its safetensors") if files else None
     except (OSError, ValueError, AttributeError, RecursionError):
         # A hint only: a broken index is no reason to refuse what the configuration itself answers.
         return None
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Bytes of the tensors of one safetensors file, from its header; of the file, where it has none."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(size - 8, _MAX_BYTES * 4):
+            return size
+        header = json.loads(stream.read(length))
+    ends = [
+        record["data_offsets"][1]
+        for name, record in header.items()
+        if name != "__metadata__" and isinstance(record, dict)
+    ]
+    total = max(ends, default=0)
+    if not isinstance(total, int) or not 0 <= total < 1 << 60:
+        raise ValueError(f"{file} has offsets that no file has")
+    return total

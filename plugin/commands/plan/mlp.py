@@ -31,7 +31,9 @@ def mlp_parameters(
     matrices = 2 if _ungated(fields) else 3
     experts = _experts(fields)
     if experts and (alone == "moe" or (alone is None and _sparse(fields, index, layers))):
-        width = fields.count("moe_intermediate_size", "expert_ffn_hidden_size") or _dense_width(fields, layer)
+        width = fields.count("moe_intermediate_size", "expert_ffn_hidden_size") or _dense_width(
+            fields, index, layers, layer
+        )
         if fields.model_type.startswith("llama4"):
             width = fields.need("intermediate_size")
         outside = hidden * experts + matrices * hidden * _shared_width(fields, width)  # the router first
@@ -41,7 +43,7 @@ def mlp_parameters(
         else:
             outside += 2 * hidden * inner  # into the latent that the experts work in, and out of it
         return outside, experts * matrices * inner * width
-    return matrices * hidden * _dense_width(fields, layer), 0
+    return matrices * hidden * _dense_width(fields, index, layers, layer), 0
 
 
 def _alone(fields: Fields, index: int) -> str | None:
@@ -104,9 +106,13 @@ def _shared_width(fields: Fields, width: int) -> int:
     return width * (fields.count("n_shared_experts", "num_shared_experts", minimum=0, maximum=1024) or 0)
 
 
-def _dense_width(fields: Fields, layer: LayerCache) -> int:
+def _dense_width(fields: Fields, index: int, layers: int, layer: LayerCache) -> int:
     if layer.row is None and layer.state is None and not fields.stated("intermediate_size"):
         return 0
+    if fields.flag("use_double_wide_mlp"):  # Gemma 4: in the layers that use an earlier layer's KV
+        shared = fields.count("num_kv_shared_layers", minimum=0, maximum=MAX_LAYERS) or 0
+        if index >= layers - shared:
+            return 2 * fields.need("intermediate_size")
     block = fields.block("ffn_config")
     if block is not None and (found := block.count("ffn_hidden_size")):
         return found

@@ -27,17 +27,41 @@ def plan_data(plan: CapacityPlan) -> dict[str, Any]:
         "kv_cache_dtype": request.dtypes.kv,
         "mamba_conv_dtype": request.dtypes.conv,
         "mamba_ssm_dtype": request.dtypes.temporal,
+        "attention_dp": request.dp,
+        "draft_layers": request.draft_layers,
+        "moved": _moved(plan),
         "stages": [_stage(plan, index) for index in range(len(plan.ranks))],
         "request_context_len": plan.context_len,
         "sizings": {sizing.name: _sizing(sizing) for sizing in plan.sizings},
         "gain": gain(plan),
-        "fits": plan.fits,
+        "fits": plan.fits and plan.problem is None,
+        "problem": str(plan.problem) if plan.problem is not None else None,
+        "engine": "none" if request.sglang is None else "sglang",
+        "sglang": request.sglang,
+        "sized_after_capture": _verdict(plan),
         "notes": list(plan.notes),
     }
     if request.card is not None:
         data["gpu_memory_bytes"] = request.card.total_bytes
-        data["sglang"] = request.card.sglang
     return data
+
+
+def _moved(plan: CapacityPlan) -> dict[str, Any] | None:
+    if plan.moved is None:
+        return None
+    return {
+        "tokens": plan.moved.tokens,
+        "bytes_per_card": list(plan.moved.per_card),
+        "bytes": plan.moved.total,
+        "seconds": plan.moved.seconds,
+    }
+
+
+def _verdict(plan: CapacityPlan) -> dict[str, Any] | None:
+    if plan.verdict is None:
+        return None
+    by, flags, reasons = plan.verdict.by, plan.verdict.flags, plan.verdict.reasons
+    return {"by": by, "flags": flags, "kvarena_refuses": list(reasons)}
 
 
 def _stage(plan: CapacityPlan, index: int) -> dict[str, Any]:
@@ -90,9 +114,13 @@ def _sizing(sizing: Sizing) -> dict[str, Any]:
 
 
 def gain(plan: CapacityPlan) -> dict[str, Any] | None:
-    """What sizing after capture brings; the percentage is ``None`` where there was nothing before."""
+    """What kvarena brings by sizing after capture; the percentage is ``None`` where there was nothing before.
+
+    ``None`` where kvarena refuses the model or the settings. For the architecture alone, what an engine
+    that sizes after capture would gain.
+    """
     before, after = plan.sizing("before_capture"), plan.sizing("after_capture")
-    if before is None or after is None:
+    if before is None or after is None or (plan.verdict is not None and plan.verdict.by != "kvarena"):
         return None
     old, new = before.capacity.tokens, after.capacity.tokens
     tokens = None if old is None or new is None else new - old

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvarena.plugin.commands.plan.errors import GeometryError, PlanError
 from kvarena.plugin.commands.plan.geometry import (
@@ -15,7 +15,17 @@ from kvarena.plugin.commands.plan.geometry import (
     heads_per_rank,
 )
 
-__all__ = ["DTYPE_BYTES", "CacheDtypes", "RankGeometry", "SubPool", "rank_geometry", "split_layers", "stages"]
+__all__ = [
+    "DTYPE_BYTES",
+    "FP4",
+    "CacheDtypes",
+    "RankGeometry",
+    "SubPool",
+    "rank_geometry",
+    "split_layers",
+    "stages",
+    "with_drafts",
+]
 
 #: Bytes of one element, by the names that engines' options and model files use.
 DTYPE_BYTES = {
@@ -28,6 +38,8 @@ DTYPE_BYTES = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
 }
+#: Two elements a byte, and a byte of scale for each 16 (SGLang 0.5.23, ``pool_configurator.py``).
+FP4 = "fp4_e2m1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class CacheDtypes:
 
     def __post_init__(self) -> None:
         for name in (self.kv, self.conv, self.temporal):
-            if name not in DTYPE_BYTES:
+            if name not in DTYPE_BYTES and (name, self.kv) != (FP4, FP4):
                 raise PlanError(
                     f"No cache is kept in dtype {name!r} here.", fix=f"Use one of {', '.join(DTYPE_BYTES)}."
                 )
@@ -208,6 +220,29 @@ def rank_geometry(
     return RankGeometry(stage=stage, tp=tp, layers=layers, sub_pools=kept)
 
 
+def with_drafts(rank: RankGeometry, layers: int) -> RankGeometry:
+    """A rank that keeps the KV of draft layers, too, each like its last full-attention layer's.
+
+    Raises
+    ------
+    GeometryError
+        It has no full-attention layer.
+    """
+    full = rank.get("full")
+    if full is None:
+        raise GeometryError(
+            "Draft layers are counted like full-attention layers, and there are none.",
+            fix="Leave --draft-layers out.",
+        )
+    after = rank.layers.stop
+    longer = replace(
+        full,
+        layers=(*full.layers, *range(after, after + layers)),
+        layer_bytes=(*full.layer_bytes, *full.layer_bytes[-1:] * layers),
+    )
+    return replace(rank, sub_pools=tuple(longer if pool is full else pool for pool in rank.sub_pools))
+
+
 def _row_pool(
     name: str,
     kind: str,
@@ -231,6 +266,8 @@ def _row_pool(
 def _row_bytes(row: KVRow | MLARow, tp: int, kv: str) -> int:
     if isinstance(row, MLARow) and row.fp8_scaled and kv in ("fp8", "fp8_e4m3"):
         return row.scaled_bytes()
+    if kv == FP4:
+        return row.elements(tp) // 2 + row.elements(tp) // 16
     return row.elements(tp) * DTYPE_BYTES[kv]
 
 

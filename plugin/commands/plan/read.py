@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvarena.plugin.commands.plan.class_defaults import class_defaults
@@ -21,6 +21,7 @@ from kvarena.plugin.commands.plan.kinds import (
 from kvarena.plugin.commands.plan.kv_dtype import stated_kv_dtype
 from kvarena.plugin.commands.plan.refused import refuse_unplanned
 from kvarena.plugin.commands.plan.rows import RowReader
+from kvarena.plugin.commands.plan.sglang_layers import SglangCount, architectures_of, count_as_sglang
 from kvarena.plugin.commands.plan.states import state_dtype, state_shape
 from kvarena.plugin.commands.plan.text import printable
 
@@ -39,18 +40,27 @@ class ReadModel:
     fields: Fields
     kinds: tuple[LayerKind, ...]
     top: Mapping[str, Any]
+    sglang: SglangCount | None = None
 
 
 def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
-    """A model's geometry. See `read_model`."""
+    """A model's geometry, by its architecture alone. See `read_model`."""
     return read_model(config).geometry
 
 
-def read_model(config: Mapping[str, Any]) -> ReadModel:
+def read_model(config: Mapping[str, Any], *, sglang: str | None = None) -> ReadModel:
     """Read a Hugging Face configuration.
 
     The keys decide, whatever the model is called. Where they are silent, the class's default is
     taken and noted; where nothing can be known, the key is named.
+
+    Parameters
+    ----------
+    config : Mapping
+        The file.
+    sglang : str, optional
+        Count the layers that this release of SGLang allocates, and for as long as it keeps them; by
+        default what the architecture needs.
 
     Raises
     ------
@@ -61,10 +71,13 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     fields = _text_fields(config, notes)
     refuse_unplanned(fields, config)
     layers = count_layers(fields)
-    kinds = layer_kinds(fields, layers)
+    context = _context_len(fields)
+    needed = layer_kinds(fields, layers)
+    counted = _counted(fields, config, needed, sglang) if sglang is not None else None
+    kinds = list(counted.kinds) if counted is not None else _without_long_windows(fields, needed, context)
     rows = RowReader(fields, layers)
     index_keys = index_rows(fields, layers, mla=rows.mla)
-    owners = _kv_owners(fields, layers)
+    owners = _kv_owners(fields, layers) if counted is None else [True] * layers
     built = []
     for index, kind in enumerate(kinds):
         row = rows.row(index, kind) if kind.attention is not None and owners[index] else None
@@ -80,8 +93,6 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
     if not any(layer.row is not None or layer.state is not None for layer in built):
         raise fields.error("num_hidden_layers", "are all without a cache: there is nothing to plan")
     _remark_unread(fields, layers)
-    context = _context_len(fields)
-    _remark_long_windows(fields, built, context)
     geometry = ModelGeometry(
         model_type=printable(fields.model_type, 60) or "unnamed",
         layers=tuple(built),
@@ -93,7 +104,22 @@ def read_model(config: Mapping[str, Any]) -> ReadModel:
         mtp_layers=_mtp_layers(fields),
         notes=tuple(notes.lines),
     )
-    return ReadModel(geometry, fields, tuple(kinds), config)
+    return ReadModel(geometry, fields, tuple(kinds), config, counted)
+
+
+def _counted(fields: Fields, config: Mapping[str, Any], kinds: list[LayerKind], release: str) -> SglangCount:
+    """The layers as a release of SGLang counts them, and notes where that differs."""
+    owners = _kv_owners(fields, len(kinds), quiet=True)
+    found = count_as_sglang(
+        architectures_of(config.get("architectures"), str(config.get("model_type", ""))),
+        kinds,
+        release,
+        opted_in=fields.raw("is_hybrid_swa") is True,
+        shared_layers=owners.count(False),
+    )
+    for line in found.notes:
+        fields.note(line)
+    return found
 
 
 def _text_fields(config: Mapping[str, Any], notes: Notes) -> Fields:
@@ -143,17 +169,18 @@ def _describes_layers(data: Mapping[str, Any]) -> bool:
     return any(data.get(key) is not None for key in (*LAYER_COUNT_KEYS, "layers_block_type"))
 
 
-def _kv_owners(fields: Fields, layers: int) -> list[bool]:
-    """Layers that keep their own KV, and not another layer's."""
+def _kv_owners(fields: Fields, layers: int, *, quiet: bool = False) -> list[bool]:
+    """Layers that keep their own KV, and not another layer's; `quiet` leaves the notes out."""
     shared = fields.count("num_kv_shared_layers", "num_kv_reuse_layers", minimum=0, maximum=MAX_LAYERS) or 0
     if shared >= layers:
         raise fields.error("num_kv_shared_layers", f"is {shared} of {layers} layers: none would keep KV")
-    if shared:
+    if shared and not quiet:
         fields.note(f"The last {shared} layers use earlier layers' KV: not counted.")
     owners = [index < layers - shared for index in range(layers)]
     if fields.flag("use_cla"):
         every = fields.need("cla_share_factor", why="use_cla is true")
-        fields.note(f"Cross-layer attention: one layer in {every} keeps KV.")
+        if not quiet:
+            fields.note(f"Cross-layer attention: one layer in {every} keeps KV.")
         owners = [owner and index % every == 0 for index, owner in enumerate(owners)]
     return owners
 
@@ -188,10 +215,16 @@ def _remark_unread(fields: Fields, layers: int) -> None:
             )
 
 
-def _remark_long_windows(fields: Fields, layers: list[LayerCache], context: int | None) -> None:
-    windows = [layer.window for layer in layers if layer.window is not None]
-    if context is not None and windows and min(windows) >= context:
-        fields.note(f"The window of {min(windows)} tokens is as long as the context: it never drops any.")
+def _without_long_windows(fields: Fields, kinds: list[LayerKind], context: int | None) -> list[LayerKind]:
+    """A window as long as the context never drops a token: its layers count as full."""
+    long = {kind.window for kind in kinds if kind.window is not None and context and kind.window >= context}
+    if not long:
+        return kinds
+    fields.note(
+        f"The window of {min(long)} tokens is as long as the context of {context}: it never drops any, and "
+        "its layers count as full."
+    )
+    return [replace(kind, attention="full", window=None) if kind.window in long else kind for kind in kinds]
 
 
 def _dtype(fields: Fields, config: Mapping[str, Any]) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.commands.plan.capacity_plan import CapacityPlan, Sizing
 from kvarena.plugin.commands.plan.geometry import KVRow, MLARow
+from kvarena.plugin.commands.plan.moved import Moved
 from kvarena.plugin.commands.plan.output import gain, tightest
 from kvarena.plugin.commands.plan.ranks import RankGeometry, SubPool
-from rich.console import Console, RenderableType
+from kvarena.plugin.commands.plan.sglang_gain import GAINS
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,9 +24,12 @@ _TITLES = {
 
 def show(plan: CapacityPlan, console: Console) -> None:
     """Print a plan."""
+    console.print(_gains(plan))
     console.print(_head(plan))
     console.print(_sub_pools(plan))
     console.print(_floors(plan))
+    if plan.moved is not None:
+        console.print(_moved(plan.moved))
     if plan.sizings:
         console.print(_sizings(plan))
         if (line := _gain_line(plan)) is not None:
@@ -32,10 +37,36 @@ def show(plan: CapacityPlan, console: Console) -> None:
         if not plan.fits:
             short = [_TITLES[sizing.name] for sizing in plan.sizings if not sizing.fits]
             console.print(Text(f"Does not fit: {', '.join(short)}; one request needs the floor.", "bold red"))
+    if plan.problem is not None:
+        console.print(Text(str(plan.problem), "bold red"))
     if plan.notes:
         console.print(Text("Assumed and noticed:", style="bold"))
         for note in plan.notes:
             console.print(Text(f"  - {note}"))
+
+
+def _gains(plan: CapacityPlan) -> RenderableType:
+    """Which models and flags gain what in which release, and what that means for this one."""
+    table = Table(title="What kvarena gains in SGLang today", title_justify="left", title_style="bold")
+    for name in ("models", "flags", "SGLang", "gains"):
+        table.add_column(name, overflow="fold")
+    for row in GAINS:
+        table.add_row(*row)
+    verdict = plan.verdict
+    if verdict is None:
+        line = "Engine none: what the architecture alone needs, whatever an engine allocates."
+    elif verdict.by == "kvarena":
+        line = (
+            f"SGLang {plan.request.sglang} allocates this; kvarena sizes it after capture ({verdict.flags})."
+        )
+    else:
+        who = f"SGLang sizes it after capture itself ({verdict.flags})" if verdict.by else "nobody does"
+        reasons = "; ".join(verdict.reasons)
+        line = f"SGLang {plan.request.sglang} allocates this; kvarena does not size it after capture: "
+        line += f"{reasons}. There is no gain from kvarena; {who}."
+    return Group(
+        table, Text(line, "bold green" if verdict is None or verdict.by == "kvarena" else "bold yellow")
+    )
 
 
 def _head(plan: CapacityPlan) -> Text:
@@ -92,6 +123,16 @@ def _floors(plan: CapacityPlan) -> RenderableType:
         parts.append(f"one request of {plan.model.context_len:,} tokens {format_bytes(whole)}")
     where = f" (stage {rank.stage})" if len(plan.ranks) > 1 else ""
     return Text("; ".join(parts) + where + ".")
+
+
+def _moved(moved: Moved) -> RenderableType:
+    line = (
+        f"From prefill to decode, a request of {moved.tokens:,} tokens moves {format_bytes(moved.total)}, "
+        f"{format_bytes(max(moved.per_card, default=0))} of them from one card"
+    )
+    if moved.seconds is not None and moved.bandwidth is not None:
+        line += f": {moved.seconds:.3g} s at {format_bytes(moved.bandwidth)}/s"
+    return Text(line + ".")
 
 
 def _sizings(plan: CapacityPlan) -> RenderableType:
@@ -152,4 +193,5 @@ def _gain_line(plan: CapacityPlan) -> Text | None:
         parts.append(f"{found['tokens']:+,} tokens{percent}")
     parts.append(f"{found['requests']:+,} requests")
     better = found["bytes"] > 0
-    return Text(f"Gain: {', '.join(parts)}.", style="bold green" if better else "bold yellow")
+    label = "Gain" if plan.verdict is not None else "An engine that sizes after capture would gain"
+    return Text(f"{label}: {', '.join(parts)}.", style="bold green" if better else "bold yellow")

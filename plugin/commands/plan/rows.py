@@ -109,6 +109,9 @@ class RowReader:
             fields.note("Attention runs on twice the hidden size, as the class builds it.")
         if head_dim is None:
             head_dim = self._divided(1)
+        if fields.flag("shared_kv") and fields.text("kv_cache_mode") == "shared":
+            fields.note("shared_kv is true: keys and values are one tensor, kept once.")
+            return head_dim, 0
         # 0 is how some files say "not used"; the engines read it so, too.
         v_head_dim = fields.count("v_head_dim", minimum=0) or head_dim
         return head_dim, v_head_dim

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvarena.plugin.commands.plan.errors import PlanError
 from kvarena.plugin.commands.plan.geometry import KVRow, ModelGeometry, StateShape
-from kvarena.plugin.commands.plan.ranks import CacheDtypes, RankGeometry, SubPool
+from kvarena.plugin.commands.plan.ranks import FP4, CacheDtypes, RankGeometry, SubPool
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ def _spec(
             f"Sub-pool {pool.name} has no layout: its layers keep rows of several sizes.",
             fix="Keep them in pools of their own.",
         )
+    if dtypes.kv == FP4:
+        raise PlanError("FP4 KV has scales beside it: no layout describes them.", fix="Use another dtype.")
     dtype = _torch_dtype(dtypes.kv)
     if isinstance(pool.row, KVRow):
         row = pool.row

@@ -10,6 +10,7 @@ from kvarena.plugin.commands.plan.rows import HIDDEN_KEYS
 __all__ = ["state_dtype", "state_shape"]
 
 _STATE_SIZE = ("mamba_d_state", "ssm_state_size", "state_size")
+_MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _KERNEL = ("mamba_d_conv", "conv_kernel")
 _EXPAND = ("mamba_expand", "expand")
 
@@ -37,9 +38,7 @@ def state_shape(fields: Fields, mixer: str) -> StateShape:
 
 def _mamba(fields: Fields) -> StateShape:
     pure = fields.model_type == "mamba2"
-    heads = fields.count(
-        "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", *(("num_heads",) if pure else ())
-    )
+    heads = fields.count(*_MAMBA_HEADS, *(("num_heads",) if pure else ()))
     state = fields.need(*_STATE_SIZE, why="some layers keep a Mamba state")
     taps = fields.need(*_KERNEL, why="some layers keep a Mamba state") - 1
     if heads is None or fields.model_type == "zamba":
@@ -49,6 +48,7 @@ def _mamba(fields: Fields) -> StateShape:
             inner = _inner(fields)
             return StateShape("mamba1", inner, 0, 0, taps, heads=inner, head_elements=state)
     head_dim = _mamba_head_dim(fields, heads, pure)
+    heads = _checked_heads(fields, heads, head_dim)
     groups = fields.count("mamba_n_groups", "mamba_ngroups", "n_groups")
     if groups is None:
         groups = 1
@@ -88,11 +88,38 @@ def _mamba_head_dim(fields: Fields, heads: int, pure: bool) -> int:
     return head_dim
 
 
+#: Classes that refuse heads x head dim other than expand x hidden size (transformers 5.19).
+_INNER_IS_EXPANDED = ("bamba", "granitemoehybrid", "mamba2", "zamba2")
+
+
+def _checked_heads(fields: Fields, heads: int, head_dim: int) -> int:
+    """Heads that make the inner channels; a default beside stated sizes is no answer where it does not."""
+    if fields.model_type not in _INNER_IS_EXPANDED or heads * head_dim == (inner := _inner(fields)):
+        return heads
+    key = next((name for name in _MAMBA_HEADS if name in fields), None)
+    if key is None and fields.model_type == "zamba2" and inner % head_dim == 0:
+        # Its first files leave the heads out, and its first class derived them.
+        fields.note(
+            f"No number of Mamba heads in the file: {inner // head_dim}, which make {inner} channels."
+        )
+        return inner // head_dim
+    stated = "" if key is not None else " (the class's default)"
+    raise fields.error(
+        key or _MAMBA_HEADS[0],
+        f"is {heads}{stated}: {heads} heads of {head_dim} (mamba_d_head) make {heads * head_dim} channels, "
+        f"but {fields.name('mamba_expand')} x {fields.name('hidden_size')} is {inner}",
+        fix=f"Correct {fields.name('mamba_d_head')}, or give the {inner // head_dim} heads.",
+    )
+
+
 def _linear(fields: Fields) -> StateShape:
     kda = fields.block("linear_attn_config")
     if kda is not None:
         taps = kda.need("short_conv_kernel_size", why="KDA layers have a convolution") - 1
         return _kda(kda.need("num_heads"), kda.need("head_dim"), taps)
+    if fields.stated("linear_num_heads"):  # Kimi Linear, as transformers writes it
+        taps = fields.need("linear_conv_kernel_dim", why="KDA layers have a convolution") - 1
+        return _kda(fields.need("linear_num_heads"), fields.need("linear_head_dim"), taps)
     if fields.stated("linear_num_value_heads") or fields.has_default("linear_num_value_heads"):
         return _delta_net(fields)
     if fields.stated("mixer_types"):  # MiniCPM's hybrids

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvarena.plugin.commands.plan.errors import ModelConfigError
 from kvarena.plugin.commands.plan.read import geometry_from_config
 
 S, F = "sliding_attention", "full_attention"
@@ -306,11 +307,16 @@ def test_what_the_class_says_is_noted():
     assert any("sliding_window_pattern is not in the file: 2" in note for note in notes)
 
 
-def test_a_window_without_layers_is_noted():
-    config = model(model_type="unheard-of", sliding_window=512)
-    model_geometry = geometry_from_config(config)
-    assert model_geometry.layer_counts()["sliding"] == 8
-    assert any("nothing that says which layers" in note for note in model_geometry.notes)
+def test_a_window_without_a_schedule_is_refused_where_no_class_says_more():
+    with pytest.raises(ModelConfigError, match=r"^layer_types is missing: there is a window of 512 tokens"):
+        geometry_from_config(model(model_type="unheard-of", sliding_window=512))
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3", "starcoder2"])
+def test_every_layer_slides_where_the_class_has_no_schedule(name):
+    found = geometry_from_config(model(model_type=name, sliding_window=512))
+    assert found.layer_counts()["sliding"] == 8
+    assert any("Every layer slides over 512 tokens" in note for note in found.notes)
 
 
 def test_an_unknown_model_with_plain_keys_is_read_by_them(rank):

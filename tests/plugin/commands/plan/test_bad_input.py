@@ -157,10 +157,10 @@ def test_a_broken_index_of_weights_is_no_reason_to_fail(tmp_path):
         index.write_text(text)
         assert stored_weight_bytes(tmp_path) is None
     index.write_text('{"metadata": {"total_size": 123456}}')
-    assert stored_weight_bytes(tmp_path) == 123456
+    assert stored_weight_bytes(tmp_path) == (123456, "the index of its safetensors")
     index.unlink()
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
-    assert stored_weight_bytes(tmp_path / "config.json") == 100
+    assert stored_weight_bytes(tmp_path / "config.json") == (100, "the headers of its safetensors")
 
 
 def _keys() -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvarena.plugin.commands.plan.capacity import (
+    Capacity,
     Split,
     capacity,
     fits,
@@ -87,8 +88,20 @@ def test_one_request_is_charged_a_window_a_page_and_a_state():
     assert built.floor_terms(16, context_len=40) == [("mamba", 1), ("swa", 48), ("full", 48)]
     floor = floor_bytes(built, 16)
     assert floor == 4096 + 4096 + 128 * 16 + 16 * 16
-    assert requests_of([built], floor, 16, page_size=16) >= 1
-    assert requests_of([built], 4096 * 2 + 16 * 16, 16, page_size=16) == 0
+    assert fits(built, {"mamba": 1, "swa": 128, "full": 16}, 16, floor)
+    assert not fits(built, {"mamba": 1, "swa": 128, "full": 16}, 16, floor - 1)
+
+
+def test_requests_follow_the_split_that_the_tokens_have():
+    built = stage(state(4096), swa(16, 100), full(16))
+
+    def requests(tokens, window_tokens, states, context):
+        return requests_of([built], Capacity(tokens, window_tokens, states, 0), context, page_size=16)
+
+    assert requests(8192 * 3, 12_800, 9, 8192) == 3  # the full side decides, whatever the windows have left
+    assert requests(8192 * 9, 256, 9, 8192) == 2  # then the windows of 128
+    assert requests(8192 * 9, 12_800, 4, 8192) == 4  # then the states
+    assert requests(8192 * 3 - 1, 12_800, 9, 8192) == 2
 
 
 @given(

@@ -53,7 +53,8 @@ def test_a_plan_reproduces_servers_that_were_measured(cli):
 
 def test_memory_adds_up_to_the_card(cli):
     arguments = ("--gpu-memory", "80GiB", "--weights", "10GiB", "--runtime-memory", "1GiB", "--json")
-    data = cli(PLAIN, *arguments, "--graph-memory", "2GiB", "--activation-memory", "1GiB").data
+    given = ("--graph-memory", "2GiB", "--activation-memory", "1GiB", "--engine", "none")
+    data = cli(PLAIN, *arguments, *given).data
     before, after = data["sizings"]["before_capture"], data["sizings"]["after_capture"]
     free = 79 * GIB
     assert before["pool_bytes"] == [int(free * before["mem_fraction_static"]) - 10 * GIB]
@@ -67,7 +68,8 @@ def test_memory_adds_up_to_the_card(cli):
 
 def test_more_graph_memory_is_less_gain_and_may_be_none(cli):
     def won(graphs):
-        return cli(PLAIN, "--gpu-memory", "h100", "--graph-memory", graphs, "--json").data["gain"]["tokens"]
+        arguments = ("--gpu-memory", "h100", "--graph-memory", graphs, "--engine", "none", "--json")
+        return cli(PLAIN, *arguments).data["gain"]["tokens"]
 
     gains = [won(graphs) for graphs in ("1GiB", "8GiB", "20GiB")]
     assert gains == sorted(gains, reverse=True)
@@ -75,13 +77,15 @@ def test_more_graph_memory_is_less_gain_and_may_be_none(cli):
 
 
 def test_a_given_fraction_leaves_nothing_to_gain_and_says_so(cli):
-    outcome = cli(PLAIN, "--gpu-memory", "h100", "--mem-fraction-static", "0.88", "--json")
+    arguments = ("--gpu-memory", "h100", "--mem-fraction-static", "0.88", "--engine", "none", "--json")
+    outcome = cli(PLAIN, *arguments)
     assert outcome.data["gain"]["bytes"] < 0
     assert any("mem_fraction_static" in note for note in outcome.data["notes"])
 
 
 def test_pipeline_stages_are_planned_one_by_one(cli, config_file):
-    data = cli(config_file("gemma-2-9b"), "--pp", 4, "--pool-memory", "4GiB", "--json").data
+    arguments = ("--pool-memory", "4GiB", "--engine", "none", "--json")
+    data = cli(config_file("gemma-2-9b"), "--pp", 4, *arguments).data
     assert [stage["layers"] for stage in data["stages"]] == [[0, 10], [10, 20], [20, 31], [31, 42]]
     counts = [{pool["name"]: pool["num_layers"] for pool in stage["sub_pools"]} for stage in data["stages"]]
     assert counts == [{"swa": 5, "full": 5}] * 2 + [{"swa": 6, "full": 5}, {"swa": 5, "full": 6}]
@@ -132,7 +136,8 @@ def test_a_geometry_by_options(cli):
 
 
 def test_tables_say_it_all(cli, config_file):
-    outcome = cli(config_file("granite-4.0-h-tiny"), "--gpu-memory", "h200", "--max-running-requests", 64)
+    arguments = ("--gpu-memory", "h200", "--max-running-requests", 64, "--engine", "none")
+    outcome = cli(config_file("granite-4.0-h-tiny"), *arguments)
     assert outcome.status == 0
     for text in (
         "40 layers: 4 full, 36 linear",
@@ -140,7 +145,8 @@ def test_tables_say_it_all(cli, config_file):
         "8,192 / token",
         "sized before capture",
         "sized after capture",
-        "Gain: ",
+        "An engine that sizes after capture would gain: ",
+        "Engine none: what the architecture alone needs",
         "requests with a state",
         "Recurrent states are counted in float32",
         "Weights are estimated: 6.94 billion parameters",
@@ -153,8 +159,32 @@ def test_a_model_that_does_not_fit_is_status_1(cli, config_file):
     assert outcome.status == 1
     assert "tokens" in outcome.out
     outcome = cli(config_file("llama-3.1-70b"), "--gpu-memory", "h100")
+    assert outcome.status == 1
+    assert "The weights take 131.41 GiB of a card with 78.32 GiB free" in outcome.out
+    assert "327,680 / token" in outcome.out
+    data = cli(config_file("llama-3.1-70b"), "--gpu-memory", "h100", "--json").data
+    assert (data["fits"], data["sizings"]) == (False, {})
+    assert data["problem"].startswith("The weights take 131.41 GiB")
+
+
+def test_the_geometry_is_printed_even_where_the_weights_are_not_known(cli):
+    arguments = ("--full-layers", 2, *HEADS, "--gpu-memory", "h100")
+    outcome = cli(*arguments)
     assert outcome.status == 2
-    assert "The weights take 131.41 GiB of a card with 78.32 GiB free" in outcome.err
+    assert "4,096 / token" in outcome.out
+    assert "The size of the weights is not known" in outcome.err
+    small = cli(PLAIN, "--gpu-memory", "2GiB")
+    assert small.status == 2
+    assert "4,096 / token" in small.out
+    assert "would set aside" in small.err
+
+
+def test_only_what_is_made_of_it_decides_whether_it_fits(cli, config_file):
+    # Sized before capture nothing is left on an H200; sized after it, two requests fit.
+    outcome = cli(config_file("llama-3.1-70b"), "--gpu-memory", "h200", "--json")
+    sizings = outcome.data["sizings"]
+    assert (sizings["before_capture"]["fits"], sizings["after_capture"]["fits"]) == (False, True)
+    assert (outcome.status, outcome.data["fits"]) == (0, True)
 
 
 def test_a_pool_below_the_floor_for_one_request_does_not_fit(cli, config_file):
@@ -168,7 +198,7 @@ def test_a_pool_below_the_floor_for_one_request_does_not_fit(cli, config_file):
         assert ("Does not fit: pool as given" in said) == (status == 1)
 
 
-@pytest.mark.parametrize("option", ["--sglang=0.5.20", "--cuda-graph-max-bs=4", "--disable-decode-graph"])
+@pytest.mark.parametrize("option", ["--language-only", "--cuda-graph-max-bs=4", "--disable-decode-graph"])
 def test_what_is_about_a_server_says_nothing_without_a_card(cli, config_file, option):
     outcome = cli(config_file("gpt-oss-20b"), option)
     assert outcome.status == 2
@@ -224,17 +254,12 @@ def test_a_picture(cli, config_file, tmp_path):
         ((PLAIN, "--pool-memory", "1" + "0" * 400), "more than 1152921504606846976 bytes"),
         ((PLAIN, "--gpu-memory", "h9000"), "is not a valid size"),
         ((PLAIN, "--gpu-memory", "10kB"), "at least 1 MiB"),
-        ((PLAIN, "--gpu-memory", "2GiB"), "would set aside"),
         ((PLAIN, "--gpu-memory", "h100", "--pool-memory", "1GiB"), "not allowed with"),
         ((PLAIN, "--gpu-memory", "h100", "--sglang", "0.4.0"), "Known are 0.5.16"),
         ((PLAIN, "--gpu-memory", "h100", "--mem-fraction-static", "nan"), "is not above 0"),
         ((PLAIN, "--gpu-memory", "h100", "--mem-fraction-static", "1.5"), "is not above 0 and up to 1"),
         ((PLAIN, "--swa-full-tokens-ratio", "0"), "is not above 0"),
         ((PLAIN, "--gpu-memory", "h100", "--weights", "lots"), "is not a valid size"),
-        (
-            ("--full-layers", 2, "--kv-heads", 8, "--head-dim", 64, "--gpu-memory", "h100"),
-            "weights is not known",
-        ),
     ],
 )
 def test_bad_options_are_status_2_with_a_reason(arguments, says, cli):

@@ -118,7 +118,9 @@ def test_o6_a_switched_off_window_is_never_read(value, config, rank):
 
 
 def test_o6_a_model_without_a_full_layer_has_a_capacity(config_file, cli):
-    sizing = cli(config_file("mistral-7b-v0.1"), "--pool-memory", "8GiB", "--json").data["sizings"]["pool"]
+    sizing = cli(config_file("mistral-7b-v0.1"), "--pool-memory", "8GiB", "--engine", "none", "--json").data[
+        "sizings"
+    ]["pool"]
     # The sink is one page of 131072 B.
     assert sizing["tokens"] == (8 << 30) // 131072 - 1
     assert sizing["requests"] == (65536 - 1) // 4097
@@ -132,3 +134,54 @@ def test_o15_tokens_are_of_attention_alone_and_states_are_requests(config_file, 
     assert sizing["tokens"] == ((8 << 30) - 16 * state - state) // 8192
     assert sizing["states"] == 16
     assert sizing["requests"] == 16
+
+
+@pytest.mark.parametrize(("name", "card"), [("phi-3-mini-128k", "h100"), ("phi-4-mini", "l4")])
+def test_q24_a_window_as_long_as_the_context_counts_as_full(name, card, config, cli, config_file):
+    found = geometry_from_config(config(name))
+    assert found.layer_counts() == {"full": 32, "sliding": 0, "chunked": 0, "linear": 0, "none": 0}
+    assert any("never drops any" in note for note in found.notes)
+    for engine in ("none", "sglang"):
+        outcome = cli(config_file(name), "--gpu-memory", card, "--engine", engine, "--json")
+        assert outcome.status == 0
+        assert outcome.data["sizings"]["before_capture"]["requests"] > 0
+
+
+def test_q25_heads_are_derived_where_the_first_class_derived_them(config, rank):
+    assert rank(config("zamba2-7b")).get("mamba").entry_bytes == 152_243_712
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "bamba-small",
+            r"128 \(the class's default\): 128 heads of 64 \(mamba_d_head\) make 8192 .* is 4096",
+        ),
+        ("granite-h-short", r"128 \(the class's default\): 128 heads of 64 .* make 8192 .* is 3072"),
+        ("bamba-contra", r"64: 64 heads of 64 \(mamba_d_head\) make 4096 channels, but .* is 8192"),
+    ],
+)
+def test_q25_a_state_whose_sizes_contradict_each_other_is_refused_by_both_keys(name, said, config):
+    with pytest.raises(ModelConfigError, match=f"^mamba_n_heads is {said}"):
+        geometry_from_config(config(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "window"), [("granite-swash-2b-short", 6, 18), ("muse-glimmer-30b-short", 13, 39)]
+)
+def test_q26_a_schedule_that_is_left_out_is_the_class_s(name, full, window, config):
+    counts = geometry_from_config(config(name)).layer_counts()
+    assert (counts["full"], counts["sliding"]) == (full, window)
+
+
+def test_q27_kimi_linear_in_the_form_of_transformers(config, rank):
+    found = rank(config("kimi-linear-48b-transformers"))
+    assert (len(found.get("full").layers), found.get("full").entry_bytes) == (7, 8064)
+    assert (len(found.get("mamba").layers), found.get("mamba").entry_bytes) == (20, 43_417_600)
+
+
+def test_q27_keys_and_values_of_one_tensor_are_counted_once(config, rank):
+    assert rank(config("lumma-0.6b")).get("full").entry_bytes == 43_200
+    both = rank(config("lumma-0.6b", shared_kv=False, kv_cache_mode="full"))
+    assert both.get("full").entry_bytes == 86_400

@@ -64,13 +64,16 @@ READ = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 sys.path[:0] = json.loads(sys.argv[1])
+from kvarena.errors import KvArenaError
 from kvarena.plugin.commands.plan.load import load_config
 from kvarena.plugin.commands.plan.read import read_model
 from kvarena.plugin.commands.plan.transformers_defaults import transformers_defaults
 found = {}
 for path in sys.argv[2:]:
-    geometry = read_model(load_config(path)).geometry
-    found[path] = repr(geometry.layers)
+    try:
+        found[path] = repr(read_model(load_config(path)).geometry.layers)
+    except KvArenaError as error:
+        found[path] = str(error)
 print(json.dumps([transformers_defaults("llama", {}) is not None, found]))
 """
 
