@@ -65,7 +65,6 @@ def choose(release: str, *, experimental: bool = False, source: SglangSource | N
     known = [family for family in FAMILIES if release in family.releases]
     try:
         source = source or SglangSource.installed()
-        # A new release that fits no family is compared with the newest one.
         choices = [_compare(family, release, source, experimental=experimental) for family in known[:1]]
         for family in () if known else FAMILIES:
             choices.append(_compare(family, release, source, experimental=experimental))
@@ -73,9 +72,9 @@ def choose(release: str, *, experimental: bool = False, source: SglangSource | N
                 return choices[-1]
     except (LookupError, SyntaxError, OSError, UnicodeError) as error:
         return Choice(reasons=(f"its source cannot be read ({error})",))
-    if choices[0].reasons:
-        return Choice(reasons=choices[0].reasons)
-    return choices[0]
+    # A new release that fits no family is compared with the one that it is most like.
+    nearest = min(choices, key=lambda choice: len(choice.reasons))
+    return Choice(reasons=nearest.reasons) if nearest.reasons else nearest
 
 
 def support_of(family: Family, release: str, *, experimental: bool) -> Support:
