@@ -33,6 +33,8 @@ class Release:
         assert runtime.family is not None, "load_plugins did not attach kvarena"
         self.version = version
         self.number = int(version.rpartition(".")[2])
+        assert runtime.choice is not None
+        self.choice = runtime.choice
         self.family: Family = runtime.family
         self.layer: Support = runtime.layer or Support.PLANNER_ONLY
         self.pools = resolve("sglang.srt.mem_cache.unified_memory_pool")

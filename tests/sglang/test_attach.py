@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from kvarena.plugin.engines.sglang import attach, families, register
 from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
-from kvarena.plugin.engines.sglang.families.targets import Kind, Support
+from kvarena.plugin.engines.sglang.families.targets import HookKind, Support
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT
 from kvarena.plugin.engines.sglang.runtime import runtime
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sglang
 @pytest.fixture
 def unattached(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that SGLang has not called yet; the hooks that stand stay."""
-    for name in ("attached", "family", "layer", "settings", "_problems", "planned"):
+    for name in ("attached", "choice", "family", "layer", "settings", "_problems", "planned"):
         monkeypatch.setattr(runtime, name, False if name == "attached" else None)
 
 
@@ -32,19 +32,19 @@ def test_every_target_of_the_release_is_applied(sglang: Any) -> None:
     assert sglang.version in sglang.family.releases
     assert runtime.attached
     assert runtime.problems() == []
-    targets = attach.active_targets(sglang.family, sglang.layer)
+    targets = sglang.choice.targets()
     assert len(targets) >= 10
-    assert {t.path for t in targets if t.kind is Kind.AROUND} <= sglang.registry._patched
+    assert {t.path for t in targets if t.kind is HookKind.AROUND} <= sglang.registry._patched
     for target in targets:
-        if target.kind is Kind.PROPERTY:
+        if target.kind is HookKind.PROPERTY:
             assert isinstance(resolve(target.path), property)
 
 
 def test_the_entry_point_is_what_sglang_called(sglang: Any) -> None:
     sources = {
         source.plugin_name
-        for target in attach.active_targets(sglang.family, sglang.layer)
-        if target.kind is Kind.AROUND
+        for target in sglang.choice.targets()
+        if target.kind is HookKind.AROUND
         for _, _, source in sglang.registry._hooks[target.path]
     }
     assert sources == {"kvarena"}
@@ -83,7 +83,7 @@ def test_bad_settings_are_one_line_and_a_stock_server(
     assert not runtime.attached
     assert len(caplog.records) == 1
     assert named in caplog.text
-    assert "runs as stock" in caplog.text
+    assert "runs unmodified" in caplog.text
 
 
 def test_no_sglang_is_one_line(
@@ -121,7 +121,7 @@ def test_parameters_with_defaults_may_be_added_where_they_are_handed_on(
     new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=0)
     wider.__signature__ = own.replace(parameters=[*own.parameters.values(), new])  # type: ignore[attr-defined]
     monkeypatch.setattr(sglang.pools.UnifiedKVPool, "__init__", wider)
-    assert differences(sglang.family) == []
+    assert differences(sglang.family) == {}
 
 
 async def _awaited(self: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> None: ...
@@ -153,7 +153,7 @@ def test_a_target_of_another_shape_is_refused_by_name_and_nothing_is_applied(
     hooks: dict[str, list[Any]] = collections.defaultdict(list)
     monkeypatch.setattr(sglang.registry, "_hooks", hooks)
     for target in sglang.family.targets:
-        if target.kind is Kind.PROPERTY:
+        if target.kind is HookKind.PROPERTY:
             owner, _, name = target.path.rpartition(".")
             monkeypatch.delattr(resolve(owner), name)
     configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
@@ -166,7 +166,7 @@ def test_a_target_of_another_shape_is_refused_by_name_and_nothing_is_applied(
     assert named in line
     assert not any(hooks.values())
     for target in sglang.family.targets:
-        if target.kind is Kind.PROPERTY:
+        if target.kind is HookKind.PROPERTY:
             owner, _, name = target.path.rpartition(".")
             assert name not in vars(resolve(owner))
 
@@ -185,17 +185,17 @@ def test_a_linker_is_optional_but_not_its_shape(sglang: Any, monkeypatch: pytest
     """Its registration under another name would be that of the whole reservation, unseen."""
     path = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker.MooncakeDirectLinker"
     target = next(t for t in sglang.family.targets if t.path == f"{path}.register_buffers")
-    active = attach.active_targets(sglang.family, Support.NATIVE)
+    active = sglang.choice.targets()
     assert (target in active) is (sglang.number >= 19)
     if target not in active:
-        assert differences(sglang.family) == []
+        assert differences(sglang.family) == {}
         return
     linker = resolve(path)
     monkeypatch.setattr(linker.__base__, "register_buffers", linker.register_buffers, raising=False)
     monkeypatch.delattr(linker, "register_buffers")
-    assert target in attach.active_targets(sglang.family, Support.NATIVE)  # inherited
+    assert target in sglang.choice.targets()  # inherited
     monkeypatch.delattr(linker.__base__, "register_buffers")
-    (difference,) = differences(sglang.family)
+    (difference,) = differences(sglang.family).values()
     assert f"{target.path} is missing" in difference
 
 
@@ -218,9 +218,13 @@ def test_a_registration_of_hooks_that_ends_early_plans_nothing(
 
 
 def test_an_unknown_release_with_known_shapes_needs_no_code(sglang: Any) -> None:
-    family, reasons = families.choose("0.9.0", experimental=True)
-    assert family is sglang.family
-    assert reasons == []
+    choice = families.choose("0.9.0", experimental=True)
+    assert choice.family is sglang.family
+    assert choice.reasons == ()
+    assert choice.unfit == {}
+    assert f"0.9.0 was never tested; where kvarena changes or calls it, its code is {sglang.version}'s" in (
+        choice.untested
+    )
 
 
 def test_a_release_that_somebody_else_half_changed_is_refused_by_the_other_families(sglang: Any) -> None:
@@ -230,12 +234,12 @@ def test_a_release_that_somebody_else_half_changed_is_refused_by_the_other_famil
 
 
 def test_experimental_releases_get_the_planner_alone_unless_asked_for(sglang: Any) -> None:
-    family, _ = families.choose(sglang.version, experimental=False)
-    assert family is sglang.family
-    layer = families.support_of(family, sglang.version, experimental=False)
-    assert layer is (Support.PLANNER_ONLY if sglang.number < 20 else sglang.family.layer)
-    if layer is Support.PLANNER_ONLY:
-        assert attach.active_targets(family, layer) == (family.planner,)
+    choice = families.choose(sglang.version, experimental=False)
+    assert choice.family is sglang.family
+    assert choice.support is (Support.PLANNER_ONLY if sglang.number < 20 else sglang.family.support)
+    assert choice.untested == ""
+    if choice.support is Support.PLANNER_ONLY:
+        assert choice.targets() == (sglang.family.planner,)
 
 
 @pytest.mark.parametrize("experimental", [False, True])
@@ -244,26 +248,26 @@ def test_an_unknown_release_of_other_shapes_is_refused_whatever_its_planner_look
 ) -> None:
     configurator = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
     monkeypatch.setattr(configurator, "config_from_budget", lambda self: None)
-    family, reasons = families.choose("0.9.0", experimental=experimental)
-    assert family is None
-    assert any("config_from_budget" in reason for reason in reasons)
+    choice = families.choose("0.9.0", experimental=experimental)
+    assert choice.family is None
+    assert any("config_from_budget" in reason for reason in choice.reasons)
 
 
 def test_a_release_that_was_never_tested_is_an_experiment_where_its_family_is(sglang: Any) -> None:
     """SGLang makes releases like 0.5.15.post1."""
     release = f"{sglang.version}.post1"
-    family, reasons = families.choose(release, experimental=True)
-    assert (family, reasons) == (sglang.family, [])
-    layer = families.support_of(family, release, experimental=False)
-    assert layer is (Support.PLANNER_ONLY if sglang.number < 20 else family.layer)
-    assert families.support_of(family, release, experimental=True) is family.layer
+    choice = families.choose(release, experimental=True)
+    assert (choice.family, choice.reasons) == (sglang.family, ())
+    assert choice.support is sglang.family.support
+    cautious = families.choose(release, experimental=False).support
+    assert cautious is (Support.PLANNER_ONLY if sglang.number < 20 else sglang.family.support)
 
 
 def test_a_hook_that_was_not_applied_makes_everything_stock(
     sglang: Any, rig: Any, rig_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang logs and swallows what fails while it applies hooks; here one of ours got lost so."""
-    lost = attach.active_targets(sglang.family, sglang.layer)[1].path
+    lost = sglang.choice.targets()[1].path
     monkeypatch.setattr(sglang.registry, "_patched", sglang.registry._patched - {lost})
     monkeypatch.setattr(runtime, "_problems", None)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
@@ -280,7 +284,7 @@ def test_a_hook_that_was_not_applied_makes_everything_stock(
 def test_a_hook_that_something_replaced_makes_everything_stock(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = attach.active_targets(sglang.family, sglang.layer)[-1]
+    target = sglang.choice.targets()[-1]
     owner, _, name = target.path.rpartition(".")
     monkeypatch.setattr(resolve(owner), name, lambda self: None)
     monkeypatch.setattr(runtime, "_problems", None)
@@ -292,7 +296,7 @@ def test_two_plugins_on_one_target_make_everything_stock(
 ) -> None:
     source = resolve("sglang.srt.plugins.hook_registry.HookSource")("other", "other-dist")
     kind = resolve("sglang.srt.plugins.hook_registry.HookType").REPLACE
-    path = attach.active_targets(sglang.family, sglang.layer)[1].path
+    path = sglang.choice.targets()[1].path
     entries = [*sglang.registry._hooks[path], (kind, lambda *a, **k: None, source)]
     monkeypatch.setitem(sglang.registry._hooks, path, entries)
     monkeypatch.setattr(runtime, "_problems", None)

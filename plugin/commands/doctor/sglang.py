@@ -14,10 +14,10 @@ __all__ = ["examine_sglang"]
 
 # Importing SGLang takes several seconds, and resolving arguments may fetch a model's configuration.
 _TIMEOUT_S = 180.0
-_LAYERS = {
-    "truthful": "its planner is corrected; nothing is sized after capture",
+_SUPPORT = {
+    "planner_only": "its planner is corrected; nothing is sized after capture",
     "backport": "sizing after capture is brought to it",
-    "hardened": "its own sizing after capture is made safe",
+    "native": "its own sizing after capture is made safe",
 }
 
 
@@ -56,7 +56,7 @@ def _installation(found: dict[str, Any], *, enabled: bool, judged: bool) -> Iter
         yield Finding(
             topic="sglang",
             verdict="refused",
-            what=f"SGLang {release} runs as stock: {problem}",
+            what=f"SGLang {release} runs unmodified: {problem}",
             fix="Use a supported release (0.5.20 to 0.5.23).",
         )
     if not found["problems"]:
@@ -65,16 +65,37 @@ def _installation(found: dict[str, Any], *, enabled: bool, judged: bool) -> Iter
         yield Finding(
             topic="sglang",
             verdict="ok",
-            what=f"SGLang {release}: {fit}; {_LAYERS[found['layer']]}",
+            what=f"SGLang {release}: {fit}; {_SUPPORT[found['support']]}",
             data=found,
         )
+        yield from _untested(found)
     if not enabled:
         yield Finding(
             topic="sglang",
             verdict="refused" if judged else "note",
-            what="KVARENA_ENABLE is not set: SGLang runs as stock",
+            what="KVARENA_ENABLE is not set: SGLang runs unmodified",
             fix="Set KVARENA_ENABLE=1 in the server's environment." if judged else "",
             data={"code": "disabled", "setting": "KVARENA_ENABLE"},
+        )
+
+
+def _untested(found: dict[str, Any]) -> Iterator[Finding]:
+    """What nobody has tested in a release that is served all the same."""
+    if found["untested"]:
+        yield Finding(
+            topic="sglang",
+            verdict="note",
+            what=found["untested"],
+            fix="Try it with your own load first, or use a release that was tested (0.5.20 to 0.5.23).",
+            data={"code": "untested"},
+        )
+    for difference in found["unfit"]:
+        yield Finding(
+            topic="sglang",
+            verdict="refused",
+            what=f"transfers that need it are refused: {difference}",
+            fix="Use a release that was tested (0.5.20 to 0.5.23) for prefill and decode servers.",
+            data={"code": "transfer_target", "setting": "--disaggregation-mode"},
         )
 
 

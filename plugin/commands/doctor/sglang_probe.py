@@ -41,16 +41,16 @@ def _installation() -> dict[str, Any]:
     from kvarena.plugin.config import load_settings
 
     experimental = load_settings().sglang_experimental
-    family, differences = families.choose(release, experimental=experimental)
+    choice = families.choose(release, experimental=experimental)
     excluded = attach.refused_by_environment()
-    found["problems"] = [*([excluded] if excluded else []), *differences]
-    if family is not None:
-        layer = families.support_of(family, release, experimental=experimental)
-        targets = attach.active_targets(family, layer)
+    found["problems"] = [*([excluded] if excluded else []), *choice.reasons]
+    if choice.family is not None and choice.support is not None:
         found |= {
-            "family": family.name,
-            "layer": layer.name.lower(),
-            "targets": [target.path for target in targets],
+            "family": choice.family.name,
+            "support": choice.support.name.lower(),
+            "targets": [target.path for target in choice.targets()],
+            "untested": choice.untested,
+            "unfit": list(choice.unfit.values()),
         }
     return found
 

@@ -21,6 +21,6 @@ def register() -> None:
 
         attach()
     except KvArenaError as error:
-        log.error("kvarena: not attached, SGLang runs as stock: %s", error)
+        log.error("kvarena: not attached, SGLang runs unmodified: %s", error)
     except Exception:
-        log.exception("kvarena: not attached, SGLang runs as stock.")
+        log.exception("kvarena: not attached, SGLang runs unmodified.")

@@ -1,4 +1,4 @@
-"""Attaching to SGLang: choose a family, check its shapes, register its hooks, and prove that they stand."""
+"""Attaching to SGLang: choose a family, register its hooks, and prove that SGLang has applied them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvarena.plugin.engines.sglang import families
-from kvarena.plugin.engines.sglang.families.shapes import missing, resolve
-from kvarena.plugin.engines.sglang.families.targets import Family, Kind, Support, Target
+from kvarena.plugin.engines.sglang.families.shapes import resolve
+from kvarena.plugin.engines.sglang.families.targets import HookKind, Support, Target
 from kvarena.plugin.engines.sglang.runtime import runtime
 
 __all__ = [
     "ENTRY_POINT",
-    "active_targets",
     "application_problems",
     "attach",
     "handlers_of",
@@ -50,20 +49,24 @@ def attach() -> bool:
     if release is None:
         logger.warning("kvarena: KVARENA_ENABLE is set but SGLang is not installed; nothing is done.")
         return False
-    family, reasons = families.choose(release, experimental=settings.sglang_experimental)
-    reasons += _registry_differences()
-    if family is None or reasons:
+    choice = families.choose(release, experimental=settings.sglang_experimental)
+    reasons = [*choice.reasons, *_registry_differences()]
+    if choice.family is None or choice.support is None or reasons:
         logger.warning(
-            "kvarena: SGLang %s is not supported and runs as stock; what differs: %s.",
+            "kvarena: SGLang %s is not supported and runs unmodified; what differs: %s.",
             release,
             "; ".join(reasons),
         )
         return False
-    layer = families.support_of(family, release, experimental=settings.sglang_experimental)
-    runtime.settings, runtime.family, runtime.layer, runtime.release = settings, family, layer, release
-    _register(family, layer)
+    runtime.settings, runtime.choice, runtime.release = settings, choice, release
+    runtime.family, runtime.layer = choice.family, choice.support
+    _register(choice)
     runtime.attached = True
-    logger.info("kvarena: attached to SGLang %s (%s, layer %d).", release, family.name, layer)
+    if choice.untested:
+        logger.warning("kvarena: %s.", choice.untested)
+    logger.info(
+        "kvarena: attached to SGLang %s (%s, %s).", release, choice.family.name, choice.support.name.lower()
+    )
     return True
 
 
@@ -76,15 +79,7 @@ def release_of_sglang() -> str | None:
     return version.partition("+")[0]
 
 
-def active_targets(family: Family, layer: Support) -> tuple[Target, ...]:
-    """The targets that a layer needs, without the optional ones that are not there."""
-    if layer is Support.PLANNER_ONLY:
-        return (family.planner,)
-    absent = missing(family)
-    return tuple(target for target in family.targets if target not in absent)
-
-
-def application_problems(family: Family, layer: Support) -> list[str]:
+def application_problems(choice: families.Choice) -> list[str]:
     """Why the hooks may not act, one line each.
 
     SGLang logs and swallows what goes wrong while it applies hooks, so that a plugin can be half
@@ -92,7 +87,7 @@ def application_problems(family: Family, layer: Support) -> list[str]:
     """
     registry = resolve(f"{_REGISTRY}.HookRegistry")
     found = []
-    for target in active_targets(family, layer):
+    for target in choice.targets():
         others = _other_plugins(registry, target)
         try:
             problem = _problem_of(registry, target)
@@ -134,7 +129,7 @@ def _is_same(path: str, target: Target, handler: Any) -> bool:
 
 def _problem_of(registry: Any, target: Target) -> str:
     handler = _handler(target)
-    if target.kind is Kind.PROPERTY:
+    if target.kind is HookKind.PROPERTY:
         stands = resolve(target.path) is handler
         return "" if stands else f"{target.path} was not replaced, or somebody replaced it again"
     if target.path not in registry._patched:
@@ -154,17 +149,21 @@ def _registry_differences() -> list[str]:
     return found
 
 
-def _register(family: Family, layer: Support) -> None:
+def _register(choice: families.Choice) -> None:
     registry = resolve(f"{_REGISTRY}.HookRegistry")
     around = resolve(f"{_REGISTRY}.HookType").AROUND
-    for target in active_targets(family, layer):
+    for target in choice.targets():
         handler = _handler(target)
-        if target.kind is Kind.PROPERTY:
+        if target.kind is HookKind.PROPERTY:
             owner, _, name = target.path.rpartition(".")
             setattr(resolve(owner), name, handler)
         elif not any(hook is handler for _, hook, _ in registry._hooks.get(target.path, ())):
             registry.register(target.path, handler, around)
-    if layer is not Support.PLANNER_ONLY and runtime.settings is not None and runtime.settings.same_host:
+    if (
+        choice.support is not Support.PLANNER_ONLY
+        and runtime.settings is not None
+        and runtime.settings.same_host
+    ):
         from kvarena.plugin.engines.sglang.same_host.engine_hooks import register_hooks
 
         register_hooks(registry, around)

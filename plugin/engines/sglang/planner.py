@@ -11,7 +11,7 @@ from typing import Any
 
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.families.choice import is_experimental
-from kvarena.plugin.engines.sglang.families.targets import Support
+from kvarena.plugin.engines.sglang.families.targets import Support, Use
 from kvarena.plugin.engines.sglang.request import ENVIRONMENT, config_view, own_refusals, request_from
 from kvarena.plugin.engines.sglang.resolution import current_resolution
 from kvarena.plugin.engines.sglang.runtime import runtime
@@ -64,17 +64,37 @@ def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refu
         return tuple(Refusal("not_applied", "", problem) for problem in problems)
     if layer is Support.PLANNER_ONLY:
         return (_release_refusal(),)
-    hardened = layer is Support.NATIVE
     try:
         _say_what_has_no_effect(server_args)
         found = list(own_refusals(server_args, own_virtual_ids=family.own_virtual_ids))
-        found += _collect(request_from(server_args, drafts_are_stocks_business=hardened))
+        found += _collect(request_from(server_args, drafts_are_stocks_business=layer is Support.NATIVE))
+        found += _transfer_refusals(server_args)
     except Exception as error:  # noqa: BLE001 - SGLang's own code is asked, which may raise anything
         # A configuration that cannot be read is refused, never guessed at.
         return (Refusal("unreadable", "", f"this configuration cannot be read ({error!r}); report it"),)
     if not found and not _stock_agrees(original, server_args):
         found.append(Refusal("stock", ENVIRONMENT, "SGLang's own planner refuses it and gives no reason"))
     return tuple(dict.fromkeys(found))
+
+
+def _transfer_refusals(server_args: Any) -> list[Refusal]:
+    """Transfers that this server would make through functions that nobody has tested."""
+    cfg, choice = config_view(server_args), runtime.choice
+    backend = str(cfg.disaggregation_transfer_backend) if cfg.disaggregation_mode != "null" else ""
+    # Came with 0.5.19; before, there were no direct linkers.
+    linker = bool(getattr(cfg, "enable_unified_cache_external_linker", False))
+    found = []
+    for target, difference in ({} if choice is None else choice.unfit).items():
+        setting = ""
+        if linker and target.use in (Use.LINKER, Use.TRANSFERS):
+            setting = "--enable-unified-cache-external-linker"
+        elif backend and target.use in (backend, Use.TRANSFERS):
+            setting = "--disaggregation-mode"
+        if setting:
+            found.append(
+                Refusal("transfer_target", setting, f"what it is used for was never tested so: {difference}")
+            )
+    return found
 
 
 def _say_what_has_no_effect(server_args: Any) -> None:

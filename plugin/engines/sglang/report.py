@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from kvarena.plugin.config import ConfigError, Settings
+from kvarena.plugin.engines.sglang.page_usage import SglangPageUsage
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.observe.status.reporter import StatusReporter
-from kvarena.plugin.observe.status.usage import PageUsage
 from kvarena.plugin.observe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -102,20 +101,4 @@ def announce_finalized(
 def watch(bound: SglangPool, allocator: Any) -> None:
     """Show live and free pages of SGLang's allocator in the status."""
     if bound.report is not None:
-        bound.report.reporter.watch(_Usage(allocator))
-
-
-@final
-class _Usage:
-    """Pages in use, from SGLang's own counters; read on another thread, so no device is asked."""
-
-    def __init__(self, allocator: Any) -> None:
-        self._sides = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
-
-    def page_usage(self) -> Mapping[str, PageUsage]:
-        """Live and free pages of each sub-pool."""
-        found = {}
-        for side in self._sides:
-            live = int(side.allocated_count()) // int(side.page_size)
-            found[side.sub_pool_name] = PageUsage(live, int(side.num_pages) - int(side.min_page_index) - live)
-        return found
+        bound.report.reporter.watch(SglangPageUsage(allocator))

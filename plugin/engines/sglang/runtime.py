@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvarena.hooks import HookManager
     from kvarena.plugin.config import Settings
     from kvarena.plugin.engines.sglang.bound import SglangPool
+    from kvarena.plugin.engines.sglang.families.choice import Choice
     from kvarena.plugin.engines.sglang.families.targets import Family, Support
     from kvarena.plugin.engines.sglang.session import ResizeSession
 
@@ -30,6 +31,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
+        self.choice: Choice | None = None
+        """What was chosen for this release; `family` and `layer` are taken from it."""
         self.family: Family | None = None
         self.layer: Support | None = None
         self.release = ""
@@ -54,12 +57,12 @@ class Runtime:
 
     def problems(self) -> list[str]:
         """Why the hooks may not act: targets that were not applied, or that somebody else changed too."""
-        if not self.attached or self.family is None or self.layer is None:
+        if not self.attached or self.choice is None:
             return ["kvarena is not attached to this process"]
         if self._problems is None:
             from kvarena.plugin.engines.sglang.attach import application_problems
 
-            self._problems = application_problems(self.family, self.layer)
+            self._problems = application_problems(self.choice)
         return self._problems
 
     def acts(self) -> bool:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from kvarena.plugin.engines.sglang.families.choice import FAMILIES, choose, is_experimental, support_of
+from kvarena.plugin.engines.sglang.families.choice import (
+    FAMILIES,
+    Choice,
+    choose,
+    is_experimental,
+    support_of,
+)
 
-__all__ = ["FAMILIES", "choose", "is_experimental", "support_of"]
+__all__ = ["FAMILIES", "Choice", "choose", "is_experimental", "support_of"]

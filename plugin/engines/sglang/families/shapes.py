@@ -1,4 +1,4 @@
-"""Does a release still look as a family says? Checked before anything is changed."""
+"""Whether a release's functions take the parameters that a family says; checked before any is changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
-from kvarena.plugin.engines.sglang.families.targets import Family, Kind, Shape, Target
+from kvarena.plugin.engines.sglang.families.targets import Family, HookKind, Shape, Target
 
 __all__ = ["differences", "missing", "resolve"]
 
@@ -30,23 +30,25 @@ def resolve(path: str) -> Any:
         raise LookupError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
 
 
-def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> list[str]:
-    """What differs from the family, one line each; empty: everything is as expected."""
-    found = []
+def differences(family: Family, *, shapes: Iterable[Shape] | None = None) -> dict[str, str]:
+    """What differs from the family: for each dotted path, how; empty: everything is as expected."""
+    found = {}
     for shape in (*family.targets, *family.needs) if shapes is None else shapes:
         try:
             value = resolve(shape.path)
         except LookupError as error:
             if not (isinstance(shape, Target) and _is_absent(shape)):
-                found.append(str(error))
+                found[shape.path] = str(error)
             continue
-        if isinstance(shape, Target) and shape.kind is Kind.PROPERTY:
+        if isinstance(shape, Target) and shape.kind is HookKind.PROPERTY:
             if not isinstance(value, property) and callable(value):
-                found.append(f"{shape.path} is no property")
+                found[shape.path] = f"{shape.path} is not a property"
             continue
-        found += _signature_differences(shape, value)
+        difference = _signature_difference(shape, value)
+        if difference:
+            found[shape.path] = difference
     if shapes is None:
-        found += [f"{path} exists" for path in family.lacks if _exists(path)]
+        found |= {path: f"{path} exists" for path in family.lacks if _exists(path)}
     return found
 
 
@@ -73,14 +75,14 @@ def _owner(path: str) -> Any:
         return None
 
 
-def _signature_differences(shape: Shape, value: Any) -> list[str]:
+def _signature_difference(shape: Shape, value: Any) -> str:
     # HookRegistry sets __wrapped__, so a target that somebody has hooked already still shows its own.
     try:
         actual = inspect.signature(value)
     except (TypeError, ValueError) as error:
-        return [f"{shape.path} has no signature ({error})"]
+        return f"{shape.path} has no signature ({error})"
     if inspect.iscoroutinefunction(inspect.unwrap(value)):
-        return [f"{shape.path} is a coroutine"]
+        return f"{shape.path} is a coroutine"
     wanted = _parse(shape.signature)
     have = {
         name: (parameter.kind is parameter.KEYWORD_ONLY, parameter.default)
@@ -97,8 +99,8 @@ def _signature_differences(shape: Shape, value: Any) -> list[str]:
     ]
     positions = [name for name in have if name in wanted and not wanted[name][0]]
     if same and not new and positions == [name for name, (keyword, _) in wanted.items() if not keyword]:
-        return []
-    return [f"{shape.path}{actual_text(actual)} was expected as ({shape.signature})"]
+        return ""
+    return f"{shape.path}{actual_text(actual)} was expected as ({shape.signature})"
 
 
 def _agree(have: tuple[bool, Any], wanted: tuple[bool, Any]) -> bool:

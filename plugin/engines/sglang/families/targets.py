@@ -5,16 +5,31 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Family", "Kind", "Shape", "SizeRule", "Support", "Target"]
+__all__ = ["Family", "HookKind", "Shape", "SizeRule", "Support", "Target", "Use"]
 
 
-class Kind(str, enum.Enum):
+class HookKind(str, enum.Enum):
     """How a target is changed."""
 
     AROUND = "around"
     """Through SGLang's `HookRegistry`."""
     PROPERTY = "property"
     """Set on the class: `HookRegistry` turns a property into a function, which is always true."""
+
+
+class Use(str, enum.Enum):
+    """What a target is needed for: one that differs refuses this, and nothing else."""
+
+    SIZING = "sizing"
+    """The pool itself; without it, the release runs unmodified."""
+    TRANSFERS = "transfers"
+    """Every transfer out of the pool: PD, and direct linkers of HiCache."""
+    MOONCAKE = "mooncake"
+    """PD with ``--disaggregation-transfer-backend mooncake``."""
+    NIXL = "nixl"
+    """PD with ``--disaggregation-transfer-backend nixl``."""
+    LINKER = "linker"
+    """HiCache's direct linkers."""
 
 
 class Support(enum.IntEnum):
@@ -47,6 +62,8 @@ class Shape:
     """Dotted, as ``pkgutil.resolve_name`` takes it."""
     signature: str
     """Its parameters as in a ``def``, without annotations: ``"self, *, total_bytes, page_size=1"``."""
+    body: bool = True
+    """Whether its body counts as well; not where the original is asked for its answer and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,8 @@ class Target(Shape):
 
     handler: str = ""
     """``module:name`` of ours."""
-    kind: Kind = Kind.AROUND
+    use: Use = Use.SIZING
+    kind: HookKind = HookKind.AROUND
     optional: bool = False
     """A release without its class (or a process that cannot import it) is no reason to refuse."""
 
@@ -67,14 +85,18 @@ class Family:
     name: str
     releases: tuple[str, ...]
     """Those that were tested."""
-    layer: Support
+    support: Support
     targets: tuple[Target, ...]
     needs: tuple[Shape, ...] = ()
     """Called by the handlers, not changed."""
     lacks: tuple[str, ...] = ()
     """Paths that must not exist: with them, the release belongs to a later family."""
+    storing: tuple[str, ...] = ()
+    """Classes whose attributes depend on a pool's size."""
+    bodies: tuple[str, ...] = ()
+    """Further functions and properties whose bodies count."""
     experimental: tuple[str, ...] = ()
-    """Those of `releases` in which the layer is off unless ``KVARENA_SGLANG_EXPERIMENTAL`` is set."""
+    """Those of `releases` with the planner alone unless ``KVARENA_SGLANG_EXPERIMENTAL`` is set."""
     size_rule: SizeRule = SizeRule.PAGES
     shared_budget: bool = True
     """Both sides share the pool's bytes (0.5.21 and later); before, each has a fixed count of tokens."""
@@ -87,5 +109,5 @@ class Family:
 
     @property
     def planner(self) -> Target:
-        """The target that decides: it is looked at first, and is all that layer 1 needs."""
+        """The target that decides: it is looked at first, and is all that `Support.PLANNER_ONLY` needs."""
         return self.targets[0]

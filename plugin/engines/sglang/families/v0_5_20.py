@@ -16,7 +16,9 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    allocator_needs,
     sizing,
+    storing,
 )
 from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
@@ -30,7 +32,7 @@ def _family(
     return Family(
         name=name,
         releases=(release,),
-        layer=Support.BACKPORT,
+        support=Support.BACKPORT,
         targets=(
             PLANNER,
             RESOLUTION,
@@ -43,7 +45,7 @@ def _family(
                 "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_unified_swa_pools",
                 "self, *, max_num_reqs, full_max_total_num_tokens, swa_max_total_num_tokens, "
                 "unified_total_bytes=None",
-                "construct:in_configurator",
+                handler="construct:in_configurator",
             ),
             Target(
                 "sglang.srt.mem_cache.unified_memory_pool.init_unified_swa_pools",
@@ -52,7 +54,7 @@ def _family(
                 "full_attention_layer_ids, full_max_total_num_tokens, swa_max_total_num_tokens, "
                 "enable_memory_saver, need_sort, forward_stream=None, lazy_compaction=False, "
                 "unified_total_bytes=None, model_context_len=None, sliding_window_size=None",
-                "construct:factory",
+                handler="construct:factory",
             ),
             *BACKPORT,
             *buffers,
@@ -61,7 +63,7 @@ def _family(
         ),
         needs=(
             *NEEDS,
-            Shape(f"{sub_allocator}.clear", "self"),
+            *allocator_needs(sub_allocator),
             Shape(
                 "sglang.srt.model_executor.model_runner_components.kv_pool_runtime."
                 "compute_post_capture_kv_resize",
@@ -69,6 +71,7 @@ def _family(
             ),
         ),
         lacks=("sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool.finalize_backing",),
+        storing=storing(allocator, sub_allocator),
         size_rule=SizeRule.BLOCKS,
         shared_budget=False,
         budget_fields=("unified_total_bytes",),

@@ -11,7 +11,9 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    allocator_needs,
     sizing,
+    storing,
 )
 from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
@@ -22,7 +24,7 @@ _ALLOCATOR, _SUB_ALLOCATOR = ALLOCATORS["0.5.20"]
 FAMILY = Family(
     name="0.5.21",
     releases=("0.5.21",),
-    layer=Support.BACKPORT,
+    support=Support.BACKPORT,
     targets=(
         PLANNER,
         RESOLUTION,
@@ -31,7 +33,7 @@ FAMILY = Family(
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_unified_swa_pools",
             "self, *, max_num_reqs, full_max_total_num_tokens=None, swa_max_total_num_tokens=None, "
             "unified_memory_pool_bytes=None, unified_total_bytes=None",
-            "construct:in_configurator",
+            handler="construct:in_configurator",
         ),
         Target(
             "sglang.srt.mem_cache.unified_memory_pool.init_unified_swa_pools",
@@ -40,7 +42,7 @@ FAMILY = Family(
             "full_attention_layer_ids, full_max_total_num_tokens=None, swa_max_total_num_tokens=None, "
             "total_bytes=None, enable_memory_saver, need_sort, forward_stream=None, lazy_compaction=False, "
             "model_context_len=None, sliding_window_size=None",
-            "construct:factory",
+            handler="construct:factory",
         ),
         *BACKPORT,
         *BUFFER_INFOS,
@@ -49,13 +51,14 @@ FAMILY = Family(
     ),
     needs=(
         *NEEDS,
-        Shape(f"{_SUB_ALLOCATOR}.clear", "self"),
-        Shape("sglang.srt.arg_groups.overrides.resolving_view", "server_args"),
+        *allocator_needs(_SUB_ALLOCATOR),
+        Shape("sglang.srt.arg_groups.overrides.resolving_view", "server_args", body=False),
         Shape(
             "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.compute_post_capture_kv_resize",
             "model_runner, *, draft_runners=()",
         ),
     ),
     lacks=("sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool.finalize_backing",),
+    storing=storing(_ALLOCATOR, _SUB_ALLOCATOR),
     size_rule=SizeRule.BLOCKS,
 )

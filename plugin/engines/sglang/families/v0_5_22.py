@@ -10,7 +10,9 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    allocator_needs,
     sizing,
+    storing,
 )
 from kvarena.plugin.engines.sglang.families.targets import Family, Shape, SizeRule, Support, Target
 
@@ -21,7 +23,7 @@ _ALLOCATOR, _SUB_ALLOCATOR = ALLOCATORS["0.5.20"]
 FAMILY = Family(
     name="0.5.22 and later",
     releases=("0.5.22", "0.5.23"),
-    layer=Support.NATIVE,
+    support=Support.NATIVE,
     targets=(
         PLANNER,
         RESOLUTION,
@@ -33,7 +35,7 @@ FAMILY = Family(
         Target(
             "sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool.finalize_backing",
             "self, config",
-            "finalize:finalize_backing",
+            handler="finalize:finalize_backing",
         ),
         *BUFFER_INFOS,
         *REGISTRATION,
@@ -41,12 +43,18 @@ FAMILY = Family(
     ),
     needs=(
         *NEEDS,
-        Shape(f"{_SUB_ALLOCATOR}.clear", "self"),
+        *allocator_needs(_SUB_ALLOCATOR),
         Shape("sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool._initialize_raw", "self, raw"),
         Shape(
             "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.compute_post_capture_kv_resize",
             "model_runner, *, draft_runners=()",
         ),
+    ),
+    storing=storing(_ALLOCATOR, _SUB_ALLOCATOR),
+    bodies=(
+        f"{_SUB_ALLOCATOR}._set_capacity",
+        "sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool.active_allocation_bytes",
+        "sglang.srt.mem_cache.unified_memory_pool.UnifiedKVPool.post_capture_backed_bytes",
     ),
     size_rule=SizeRule.PAGES,
 )

@@ -35,17 +35,19 @@ TRANSFERS = (
     Target(
         f"{_WRAPPER}.batch_transfer_sync",
         "self, session_id, buffers, peer_buffer_addresses, lengths",
-        "same_host.engine_hooks:batch_transfer_sync",
+        handler="same_host.engine_hooks:batch_transfer_sync",
     ),
     Target(
         f"{_WRAPPER}.transfer_sync",
         "self, session_id, buffer, peer_buffer_address, length",
-        "same_host.engine_hooks:transfer_sync",
+        handler="same_host.engine_hooks:transfer_sync",
     ),
 )
 #: Up to 0.5.21, the Mooncake sender drops the event that says when a cached prefix has been written. The
 #: handler passes every argument on, so the signature (which a decorator hides) does not matter.
-EARLY_SEND = Target(f"{_CONN}.MooncakeKVSender.send", "self, *args, **kwargs", "same_host.engine_hooks:send")
+EARLY_SEND = Target(
+    f"{_CONN}.MooncakeKVSender.send", "self, *args, **kwargs", handler="same_host.engine_hooks:send"
+)
 _NEEDS = (Shape(f"{_WRAPPER}.get_session_id", "self"),)
 _REQUEST = f"{_CONN}.MooncakeKVManager.add_transfer_request"
 

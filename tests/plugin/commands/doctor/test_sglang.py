@@ -53,7 +53,7 @@ def test_a_release_with_other_shapes_runs_as_stock(install: Any) -> None:
     install("sglang", "9.9.9", modules={"sglang.__init__": ""})
     findings = _examine("--model-path x")
     assert {each.verdict for each in findings} == {"refused"}
-    assert any("SGLang 9.9.9 runs as stock" in each.what and "is missing" in each.what for each in findings)
+    assert any("SGLang 9.9.9 runs unmodified" in each.what and "is missing" in each.what for each in findings)
 
 
 def test_an_sglang_that_crashes_at_import_is_survived(install: Any) -> None:
