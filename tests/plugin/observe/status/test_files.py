@@ -54,7 +54,7 @@ def test_a_killed_process_is_reported_once_and_its_file_cleaned(directory: Path)
         assert (found.state, found.status and found.status.identity.pid) == ("running", writer.pid)
         writer.send_signal(signal.SIGKILL)
         # A zombie until its parent has waited: dead all the same.
-        while (state := find(directory, clean=False)[0].state) == "running":
+        while (state := find(directory, remove_dead=False)[0].state) == "running":
             pass
         assert state == "dead"
     finally:
@@ -196,7 +196,7 @@ def test_a_reader_never_sees_half_a_file(directory: Path, ours: StatusFile) -> N
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        seen = {found.state for _ in range(300) for found in find(directory, clean=False)}
+        seen = {found.state for _ in range(300) for found in find(directory, remove_dead=False)}
     finally:
         stop.set()
         thread.join()
