@@ -149,7 +149,7 @@ def load_settings(
 
 
 def service_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Variables that Kubernetes injects for a Service named ``kvarena`` or ``kvarena-...``, which are not settings.
+    """Variables that Kubernetes injects for a Service named ``kvarena`` or ``kvarena-...``: not settings.
 
     They are recognized by their form: ``KVARENA_PORT=tcp://10.0.0.1:80``, also under the name of a setting
     (``KVARENA_METRICS_PORT``), ``..._SERVICE_HOST``, ``..._SERVICE_PORT``, ``..._PORT_80_TCP_ADDR``

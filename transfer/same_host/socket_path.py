@@ -218,7 +218,7 @@ def _sweep(directory: Path) -> None:
         named = _FRESH.fullmatch(path.name)
         if named is None or int(named[1]) == os.getpid():
             continue
-        # The number says nothing: in each container number 1 lives. Whoever lives answers, and keeps its socket.
+        # The number says nothing: each container has a number 1. Whoever lives answers, and keeps its socket.
         with contextlib.suppress(KvArenaError, OSError):
             _clear_the_way(path)
 

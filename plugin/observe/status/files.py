@@ -36,7 +36,7 @@ class Found:
 
     path: Path
     state: State
-    """``"elsewhere"``: written in another container or on another host, whose processes cannot be seen here."""
+    """``"elsewhere"``: of another container or host, whose processes cannot be seen from here."""
     status: ProcessStatus | None = None
     why: str = ""
     """Of an unreadable file."""
@@ -72,8 +72,8 @@ class StatusFile:
     """The file of the calling process, replaced as a whole with each write.
 
     Its name is nobody else's, so that containers that share a directory, where process numbers repeat, do not
-    write over or remove each other's. The process holds a lock on it, whose end proves the process's end across
-    containers.
+    write over or remove each other's. The process holds a lock on it, whose end proves its own, across
+    containers too.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ def condition_of(process: ProcessIdentity, *, lock_free: bool | None = None) -> 
     Returns
     -------
     str
-        ``"dead"`` only where that is proven. ``"elsewhere"``: its number means nothing here, because it runs in
-        another container, on another host, or ran before this one was started again.
+        ``"dead"`` only where that is proven. ``"elsewhere"``: its number means nothing here, because it runs
+        in another container, on another host, or ran before this host was started again.
     """
     if not process.boot_id or process.boot_id != _boot_id():
         return "elsewhere"

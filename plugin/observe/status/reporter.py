@@ -38,9 +38,9 @@ _LOOK_EVERY_S: Final = 0.05
 class StatusReporter:
     """What one pool tells the outside; driven by `PoolLifecycle`, or by an engine that has its own.
 
-    It never fails the engine, and nothing but `close` ends it: a status file that cannot be written is reported
-    once, and tried again. The file is written every second as long as the process lives, so that whoever is
-    silent for longer hangs.
+    It never fails the engine, and nothing but `close` ends it: a status file that cannot be written is
+    reported once, and tried again. The file is written every second as long as the process lives, so that
+    whoever is silent for longer hangs.
 
     Parameters
     ----------
