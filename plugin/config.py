@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,7 +20,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["DEVICE", "ConfigError", "Settings", "load_settings"]
+__all__ = ["DEVICE", "ConfigError", "Settings", "load_settings", "service_variables"]
+
+logger = logging.getLogger("kvarena")
 
 PREFIX = "KVARENA_"
 CONFIG = "KVARENA_CONFIG"
@@ -26,6 +30,19 @@ CONFIG = "KVARENA_CONFIG"
 NOT_SETTINGS = ("KVARENA_TEST_", "KVARENA_CONTRACT_")
 #: How a device is named: PyTorch's names, of those that kvarena can use.
 DEVICE: Final = re.compile(r"cpu|cuda(:\d+)?")
+_ADDRESS = r"[0-9a-fA-F.:\[\]]+"
+#: Names and values of the variables that Kubernetes sets for each Service.
+_SERVICE_FORMS = tuple(
+    (re.compile(name), re.compile(value))
+    for name, value in (
+        (r"\w+_SERVICE_HOST", _ADDRESS),
+        (r"\w+_SERVICE_PORT(_\w+)?", r"\d+"),
+        (r"\w+_PORT(_\d+_(TCP|UDP|SCTP))?", rf"(tcp|udp|sctp)://{_ADDRESS}:\d+"),
+        (r"\w+_PORT_\d+_(TCP|UDP|SCTP)_PROTO", r"tcp|udp|sctp"),
+        (r"\w+_PORT_\d+_(TCP|UDP|SCTP)_PORT", r"\d+"),
+        (r"\w+_PORT_\d+_(TCP|UDP|SCTP)_ADDR", _ADDRESS),
+    )
+)
 
 # More than a day is a typing error, and waits of the system take no unbounded number.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -105,6 +122,9 @@ def load_settings(
         # An empty variable is how a shell unsets one for a single command.
         if value and name.startswith(PREFIX) and name != CONFIG and not name.startswith(NOT_SETTINGS)
     }
+    injected = service_variables(environ)
+    given = {name: value for name, value in given.items() if PREFIX + name.upper() not in injected}
+    _say_once(injected)
     _refuse_unknown(given, "environment variable", lambda name: PREFIX + name.upper())
     sources = dict.fromkeys(values, str(path)) | {name: PREFIX + name.upper() for name in given}
     values |= {name: _split(name, value) for name, value in given.items()}
@@ -128,10 +148,41 @@ def load_settings(
         ) from error
 
 
+def service_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Variables that Kubernetes injects for a Service named ``kvarena`` or ``kvarena-...``: not settings.
+
+    They are recognized by their form: ``KVARENA_PORT=tcp://10.0.0.1:80``, also under the name of a setting
+    (``KVARENA_METRICS_PORT``), ``..._SERVICE_HOST``, ``..._SERVICE_PORT``, ``..._PORT_80_TCP_ADDR``
+    (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Instead of the process's environment.
+    """
+    environ = os.environ if environ is None else environ
+    return tuple(
+        sorted(
+            name
+            for name, value in environ.items()
+            if name.startswith(PREFIX)
+            and any(form.fullmatch(name) and of.fullmatch(value) for form, of in _SERVICE_FORMS)
+        )
+    )
+
+
+@cache
+def _say_once(injected: tuple[str, ...]) -> None:
+    if injected:
+        logger.warning(
+            "kvarena: left alone, as Kubernetes sets them for a Service of this name: %s", ", ".join(injected)
+        )
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not UTF-8 and not TOML are ValueErrors, too
+    except (OSError, ValueError, RecursionError) as error:  # what is not UTF-8 or not TOML is a ValueError
         raise ConfigError(
             f"the settings file {path} cannot be read: {error}.", fix="Correct it, or unset KVARENA_CONFIG."
         ) from error

@@ -7,7 +7,18 @@ import io
 import os
 import sys
 
-__all__ = ["abandon_stdout", "prepare_streams"]
+__all__ = ["abandon_stdout", "prepare_streams", "printable"]
+
+
+def printable(text: str) -> str:
+    """Text from a file or another process on one line: control and direction characters become ``\\x1b``.
+
+    Otherwise a forged status file could write lines of its own, or move the cursor over those of others.
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for each in text
+    )
 
 
 def prepare_streams() -> None:

@@ -123,9 +123,10 @@ class _Panel:
 
     def _title(self) -> str:
         peak = max(self._samples, key=lambda each: each.backed_bytes)
+        handles = _count(peak.handles or len(peak.handle_bytes), "handle")
         return (
             f"{self._history.title}: {self._size(self._history.reserved_bytes)} reserved, "
-            f"up to {self._size(peak.backed_bytes)} backed by {_count(len(peak.handle_bytes), 'handle')}, "
+            f"up to {self._size(peak.backed_bytes)} backed by {handles}, "
             f"up to {self._size(max(each.registered_bytes for each in self._samples))} registered"
         )
 

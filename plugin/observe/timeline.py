@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 __all__ = ["Event", "Timeline"]
 
 logger = logging.getLogger("kvarena")
+
+#: How it came to serve, and what happened lately; a pool that grows and shrinks all day has more events.
+_FIRST_EVENTS: Final = 200
+_LAST_EVENTS: Final = 800
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,13 @@ class Event:
 
 @final
 class Timeline:
-    """Collects the events of one pool and logs one line for each, with stable keys."""
+    """Keeps the first and the latest events of one pool, and logs one line for each, with stable keys."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        """The first 200, and the latest 800 of those that followed."""
         self.listeners: list[Callable[[Event], None]] = []
-        """Called with each event, on the thread that made the decision; must not raise."""
+        """Called with each event, on the thread that made the decision; what they raise is logged only."""
         self.began_at = time.time()
         """Seconds since 1970, to lay timelines of several processes over each other."""
         self._began = time.perf_counter()
@@ -60,12 +65,17 @@ class Timeline:
         """Record an event that has ended; its line is logged at `level`."""
         event = Event(name, nbytes, address, milliseconds, self.now_s, details)
         self.events.append(event)
+        if len(self.events) > _FIRST_EVENTS + _LAST_EVENTS:
+            del self.events[_FIRST_EVENTS]
         fields = {"bytes": nbytes, "address": None if address is None else hex(address)} | details
         fields["ms"] = None if milliseconds is None else f"{milliseconds:.3f}"
         text = "".join(f" {key}={_quoted(value)}" for key, value in fields.items() if value is not None)
         logger.log(level, "kvarena: %s%s", name, text)
-        for listener in self.listeners:
-            listener(event)
+        for listener in tuple(self.listeners):
+            try:
+                listener(event)
+            except Exception:  # an observer must not undo what it observes
+                logger.debug("kvarena: a listener failed at the event %s", name, exc_info=True)
         return event
 
     @contextmanager

@@ -93,3 +93,46 @@ def test_a_nul_in_a_file_is_refused(tmp_path: Path) -> None:
         file.write_text(line)
         with pytest.raises(ConfigError, match=r"is not valid text.*kvarena\.toml"):
             load_settings({}, path=file)
+
+
+def test_a_file_that_nests_too_deep_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "kvarena.toml"
+    path.write_text("transfer = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"kvarena\.toml cannot be read"):
+        load_settings({}, path=path)
+
+
+def test_kubernetes_service_variables_are_left_alone_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    injected = {
+        "KVARENA_PORT": "tcp://10.0.0.1:80",
+        "KVARENA_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "KVARENA_PORT_80_TCP_PROTO": "tcp",
+        "KVARENA_PORT_80_TCP_PORT": "80",
+        "KVARENA_PORT_80_TCP_ADDR": "fd00::1",
+        "KVARENA_SERVICE_HOST": "10.0.0.1",
+        "KVARENA_SERVICE_PORT": "80",
+        "KVARENA_SERVICE_PORT_HTTP": "80",
+        "KVARENA_METRICS_PORT": "tcp://10.0.0.2:9400",
+        "KVARENA_METRICS_SERVICE_HOST": "10.0.0.2",
+    }
+    settings = load_settings({**injected, "KVARENA_HEADROOM": "1MiB"})
+    assert (settings.metrics_port, settings.headroom) == (None, 1 << 20)
+    load_settings(injected)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert all(name in line for name in injected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"KVARENA_PORT": "80"},
+        {"KVARENA_METRICS_PORT": "http://10.0.0.2:9400"},
+        {"KVARENA_SERVICE_HOST": "a name"},
+        {"KVARENA_HEADROM": "tcp://10.0.0.1:80"},
+    ],
+)
+def test_what_only_resembles_a_service_variable_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        load_settings(given)

@@ -18,7 +18,15 @@ from kvarena.errors import KvArenaError
 from kvarena.transfer.same_host.errors import PeerRefused, SocketPathError
 from kvarena.transfer.same_host.wire import peer_uid
 
-__all__ = ["check_directory", "default_directory", "dial", "fresh_name", "is_name", "listen"]
+__all__ = [
+    "check_directory",
+    "default_directory",
+    "dial",
+    "fresh_name",
+    "is_name",
+    "listen",
+    "remove_dead_sockets",
+]
 
 # sun_path has 108 bytes and ends with a zero (unix(7)).
 _PATH_BYTES = 107
@@ -71,8 +79,25 @@ def check_directory(directory: Path, *, create: bool = False) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise SocketPathError(
-            str(directory), f"has mode {mode:04o}, others can enter it", fix=f"chmod 0700 {directory}"
+            str(directory),
+            f"has mode {mode:04o}, others can enter it",
+            fix=f"chmod 0700 {directory}" if _holds_ours_alone(directory) else _OWN_DIRECTORY,
         )
+
+
+def _holds_ours_alone(directory: Path) -> bool:
+    """Whether closing a directory harms nobody: of /tmp or /var/run, which root owns, it would."""
+    try:
+        return (
+            not os.path.ismount(directory)
+            and all(
+                name.endswith((".sock", ".status.json", ".card.json", ".part"))
+                for name in os.listdir(directory)
+            )
+            and not os.lstat(directory).st_mode & (stat.S_ISVTX | stat.S_IWOTH)
+        )
+    except OSError:
+        return False
 
 
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
@@ -109,6 +134,18 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
             server.close()
             raise SocketPathError(str(path), error.strerror or "cannot be bound") from error
     return server, path
+
+
+def remove_dead_sockets(directory: Path) -> None:
+    """Remove the sockets under names of their own behind which nobody listens.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be read.
+    """
+    with _locked(directory):
+        _sweep(directory)
 
 
 def dial(path: Path, timeout: float) -> socket.socket:
@@ -179,9 +216,9 @@ def _clear_the_way(path: Path) -> None:
 def _sweep(directory: Path) -> None:
     for path in directory.iterdir():
         named = _FRESH.fullmatch(path.name)
-        if named is None or os.path.exists(f"/proc/{named[1]}"):
+        if named is None or int(named[1]) == os.getpid():
             continue
-        # The number may be of another container's process: one that lives answers, and keeps its socket.
+        # The number says nothing: each container has a number 1. Whoever lives answers, and keeps its socket.
         with contextlib.suppress(KvArenaError, OSError):
             _clear_the_way(path)
 

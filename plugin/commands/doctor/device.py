@@ -9,6 +9,7 @@ from typing import Any
 from kvarena.plugin.byte_sizes import format_bytes
 from kvarena.plugin.commands.doctor.child import Child, ChildFailed
 from kvarena.plugin.commands.doctor.findings import Finding
+from kvarena.plugin.commands.terminal import printable
 from kvarena.plugin.observe.status.files import Found
 from kvarena.pool import descriptor_limits, descriptors_needed
 
@@ -61,8 +62,9 @@ def processes(found: Sequence[Found]) -> Iterator[Finding]:
             pool = each.status.pool
             cached = pool.torch_cached_bytes or 0
             what = (
-                f"{each.status.name} (pid {each.status.identity.pid}) holds "
-                f"{format_bytes(pool.backed_bytes)} of {format_bytes(pool.reserved_bytes)} on {pool.device}"
+                f"{printable(each.status.name)} (pid {each.status.identity.pid}) holds "
+                f"{format_bytes(pool.backed_bytes)} of {format_bytes(pool.reserved_bytes)} "
+                f"on {printable(pool.device)}"
             )
             if cached:
                 what += f"; torch caches {format_bytes(cached)} more in it, which no driver call sees"
@@ -76,7 +78,7 @@ def processes(found: Sequence[Found]) -> Iterator[Finding]:
             yield Finding(
                 topic="running",
                 verdict="warning",
-                what=f"{each.path} is no status file: {each.why}",
+                what=f"{printable(str(each.path))} is not a status file: {printable(each.why)}",
                 fix="Remove it.",
             )
 

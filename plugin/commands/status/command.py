@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin.commands.terminal import printable
 from kvarena.plugin.config import load_settings
 from kvarena.plugin.observe.status.files import Found, directory_of, find
 
@@ -77,7 +78,7 @@ def _plot(found: Sequence[Found], directory: Path, path: Path, pid: int | None) 
             fix="Start one, or name its directory in KVARENA_SOCKET_DIR.",
         )
     draw_arena(drawn, path)
-    sys.stdout.write(f"{path}: {', '.join(history.title for history in drawn)}\n")
+    sys.stdout.write(f"{path}: {printable(', '.join(history.title for history in drawn))}\n")
 
 
 def _watch(

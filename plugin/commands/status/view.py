@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from kvarena.plugin.byte_sizes import format_bytes
+from kvarena.plugin.commands.terminal import printable
 from kvarena.plugin.observe.status.files import Found
+from kvarena.plugin.observe.status.identity import ended_with_its_parent
 from kvarena.plugin.observe.status.model import EngineStatus, PoolStatus, ProcessStatus, SubPoolStatus
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -60,33 +62,38 @@ def render(found: Sequence[Found], directory: Path, *, pid: int | None = None) -
             blocks += [*_process(each, each.status), Text()]
     for each in found:
         if each.state == "dead" and each.status is not None:
-            blocks.append(
-                Text(
-                    f"{each.status.name}, pid {each.status.identity.pid}, has died without closing its pool; "
-                    "its status file is removed.",
-                    "yellow",
-                )
-            )
+            blocks.append(_dead(each.status))
         elif each.state == "unreadable":
-            blocks.append(Text(f"{each.path} cannot be read: {each.why}.", "yellow"))
+            blocks.append(
+                Text(f"{printable(str(each.path))} cannot be read: {printable(each.why)}.", "yellow")
+            )
     if not blocks:
         which = "" if pid is None else f" with the number {pid}"
-        blocks.append(Text(f"No kvarena process{which} is running (looked in {directory})."))
+        blocks.append(Text(f"No kvarena process{which} is running (looked in {printable(str(directory))})."))
     return Group(*blocks)
+
+
+def _dead(status: ProcessStatus) -> Text:
+    who = f"{printable(status.name)}, pid {status.identity.pid},"
+    if ended_with_its_parent(status.identity):
+        return Text(f"{who} has ended with its parent, pid {status.identity.parent_pid}.", "dim")
+    return Text(f"{who} has died without closing its pool; its status file is removed.", "yellow")
 
 
 def _process(found: Found, status: ProcessStatus) -> list[RenderableType]:
     pool = status.pool
-    head = Text.assemble((status.name, "bold"), f"  pid {status.identity.pid}  ", _STATES[pool.state])
+    head = Text.assemble(
+        (printable(status.name), "bold"), f"  pid {status.identity.pid}  ", _STATES[pool.state]
+    )
     if found.state == "elsewhere":
-        head.append(f"  in another container, written {found.age_s:.0f} s ago", "yellow")
+        head.append(f"  in another container or on another host, written {found.age_s:.0f} s ago", "yellow")
     elif found.age_s > 10:
         head.append(f"  silent for {found.age_s:.0f} s", "yellow")
     lines: list[RenderableType] = [head]
     if status.metrics_address is not None:
-        lines.append(Text(f"  metrics at http://{status.metrics_address}/metrics"))
+        lines.append(Text(f"  metrics at http://{printable(status.metrics_address)}/metrics"))
     if status.refusals:
-        lines.append(Text(f"  not sized after capture: {', '.join(status.refusals)}", "yellow"))
+        lines.append(Text(f"  not sized after capture: {printable(', '.join(status.refusals))}", "yellow"))
     if pool.reserved_bytes:
         lines += [_memory(pool), _bar(pool), *(_engine(engine) for engine in pool.engines)]
         if pool.state != "reserved":
@@ -97,7 +104,7 @@ def _process(found: Found, status: ProcessStatus) -> list[RenderableType]:
 def _memory(pool: PoolStatus) -> Text:
     handles = len(pool.handle_bytes)
     line = (
-        f"  {pool.device}: reserved {format_bytes(pool.reserved_bytes)}, "
+        f"  {printable(pool.device)}: reserved {format_bytes(pool.reserved_bytes)}, "
         f"backed {format_bytes(pool.backed_bytes)} by {handles} {'handle' if handles == 1 else 'handles'}"
     )
     if pool.tokens and pool.state in ("serving", "eager"):
@@ -131,7 +138,7 @@ def _bar(pool: PoolStatus) -> Text:
 def _engine(engine: EngineStatus) -> Text:
     regions = len(engine.regions)
     line = (
-        f"  {engine.name}: {format_bytes(engine.registered_bytes)} registered ({regions} "
+        f"  {printable(engine.name)}: {format_bytes(engine.registered_bytes)} registered ({regions} "
         f"{'region' if regions == 1 else 'regions'}, epoch {engine.epoch}), {engine.in_flight} in flight, "
         f"{format_bytes(engine.transferred_bytes)} sent"
     )
@@ -146,7 +153,7 @@ def _sub_pools(pool: PoolStatus) -> Table:
     for index, each in enumerate(pool.sub_pools):
         arrow = {"up": "→", "down": "←"}.get(each.grow_direction, "↔")
         table.add_row(
-            Text(f"█ {each.name} {arrow}", COLOURS[index % len(COLOURS)]),
+            Text(f"█ {printable(each.name)} {arrow}", COLOURS[index % len(COLOURS)]),
             format_bytes(each.page_bytes),
             *_pages(each),
         )

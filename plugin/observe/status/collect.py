@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["collect", "sample"]
 
+_MAX_HANDLES = 64
+"""Handles that a sample lists one by one."""
+
 
 def collect(
     pool: UnifiedPool | None,
@@ -70,17 +73,26 @@ def sample(
     """One moment of an arena's history; cheaper than `collect`."""
     if pool is None:
         return Sample(at_s, 0, 0, 0, (), ())
+    handles = tuple(mapping.nbytes for mapping in pool.arena.mappings)
     live = [usage.get(spec.name, PageUsage(0, 0)).live for spec in pool.sub_pool_specs]
     return Sample(
         at_s,
         pool.arena.backed_bytes,
         min(pool.active_allocation_bytes, pool.arena.backed_bytes),
         max((ledger.registered_bytes for ledger in ledgers), default=0),
-        tuple(mapping.nbytes for mapping in pool.arena.mappings),
+        # Hundreds of samples are written every second, and a pool may have thousands of handles.
+        _listed(handles),
         tuple(
             pages * pool.page_bytes(spec.name) for pages, spec in zip(live, pool.sub_pool_specs, strict=True)
         ),
+        len(handles),
     )
+
+
+def _listed(handles: tuple[int, ...]) -> tuple[int, ...]:
+    if len(handles) <= _MAX_HANDLES:
+        return handles
+    return (*handles[: _MAX_HANDLES - 1], sum(handles[_MAX_HANDLES - 1 :]))
 
 
 def _state(pool: UnifiedPool) -> PoolState:

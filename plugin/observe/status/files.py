@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +21,10 @@ from kvarena.plugin.config import Settings
 from kvarena.plugin.observe.status.identity import condition_of
 from kvarena.plugin.observe.status.model import FORMAT, ProcessStatus
 
-__all__ = ["Found", "StatusFile", "directory_of", "exists", "find"]
+__all__ = ["Found", "StatusFile", "check_status_directory", "clean", "directory_of", "exists", "find"]
 
 _SUFFIX = ".status.json"
-#: A status file is some tens of KiB; whatever is larger is none.
+#: A status file is some tens of KiB; whatever is larger is something else.
 _MAX_BYTES = 8 << 20
 
 State = Literal["running", "dead", "elsewhere", "unreadable"]
@@ -33,7 +36,7 @@ class Found:
 
     path: Path
     state: State
-    """``"elsewhere"``: written in another container, whose processes cannot be seen from here."""
+    """``"elsewhere"``: of another container or host, whose processes cannot be seen from here."""
     status: ProcessStatus | None = None
     why: str = ""
     """Of an unreadable file."""
@@ -68,12 +71,14 @@ def exists(directory: Path) -> bool:
 class StatusFile:
     """The file of the calling process, replaced as a whole with each write.
 
+    Its name is nobody else's, so that containers that share a directory, where process numbers repeat, do not
+    write over or remove each other's. The process holds a lock on it, whose end proves its own, across
+    containers too.
+
     Parameters
     ----------
     directory : Path
         Made with mode 0700 if it is not there.
-    serial : int
-        Tells several pools of one process apart.
 
     Raises
     ------
@@ -81,43 +86,109 @@ class StatusFile:
         The directory belongs to somebody else, is open to others, or cannot be made.
     """
 
-    def __init__(self, directory: Path, serial: int = 0) -> None:
-        _check(directory, create=True)
-        self.path = directory / f"{os.getpid()}-{serial}{_SUFFIX}"
+    def __init__(self, directory: Path) -> None:
+        check_status_directory(directory, create=True)
+        self._pid = os.getpid()
+        self._held: int | None = None
+        self.path = directory / f"{self._pid}-{secrets.token_hex(6)}{_SUFFIX}"
+        _files.add(self)
 
     def write(self, status: ProcessStatus) -> None:
-        """Replace the file.
+        """Replace the file; a directory that has gone is made again. In a forked child this does nothing.
 
         Raises
         ------
+        KvArenaError
+            The directory is no longer ours alone, or cannot be made again.
         OSError
-            The disk is full, or the directory has gone; the old contents stay.
+            The disk is full, for example; the old contents stay.
         """
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._replace(status)
+        except FileNotFoundError:
+            check_status_directory(self.path.parent, create=True)
+            self._replace(status)
+
+    def remove(self) -> None:
+        """Take it away; a second call does nothing, nor does one in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process's copy of the lock."""
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
+
+    def _replace(self, status: ProcessStatus) -> None:
         # mkstemp makes it with mode 0600; the suffix keeps half a file out of sight of readers.
         fd, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
         try:
-            with os.fdopen(fd, "wb") as file:
+            status = msgspec.structs.replace(status, locked=_lock(fd))
+            with open(fd, "wb", closefd=False) as file:
                 file.write(msgspec.json.encode(status))
             os.replace(temporary, self.path)
         except BaseException:
+            os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-
-    def remove(self) -> None:
-        """Take it away; a second call does nothing."""
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self.let_go()
+        self._held = fd
 
 
-def find(directory: Path, *, clean: bool = True) -> list[Found]:
+#: A forked child has copies of the locks, and would keep them when its parent has died.
+_files: weakref.WeakSet[StatusFile] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for each in list(_files):
+        each.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open file for as long as it is open; False: this filesystem has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def clean(directory: Path) -> list[Found]:
+    """Remove what dead processes left in a directory that is ours: status files, halves of them, sockets.
+
+    Returns
+    -------
+    list of Found
+        Whose status files are removed.
+    """
+    dead = []
+    for path in _status_files(directory):
+        found = _read(path)
+        if found.state == "dead" and _remove(found):
+            dead.append(found)
+    _remove_leftovers(directory)
+    _remove_dead_sockets(directory)
+    return dead
+
+
+def find(directory: Path, *, remove_dead: bool = True) -> list[Found]:
     """Every status file, in the order of process numbers.
 
     Parameters
     ----------
     directory : Path
         One that is not there holds none.
-    clean : bool
+    remove_dead : bool
         Whether to remove the files of processes that have died without removing them.
 
     Raises
@@ -128,7 +199,7 @@ def find(directory: Path, *, clean: bool = True) -> list[Found]:
     """
     if not exists(directory):
         return []
-    _check(directory)
+    check_status_directory(directory)
     try:
         found = [_read(path) for path in _status_files(directory)]
     except OSError as error:
@@ -136,12 +207,12 @@ def find(directory: Path, *, clean: bool = True) -> list[Found]:
             f"the status files in {directory} cannot be listed: {error.strerror}.",
             fix=f"chmod 0700 {directory}",
         ) from error
-    for each in found if clean else ():
-        if each.state == "dead":
-            with contextlib.suppress(OSError):
-                each.path.unlink()
-    if clean:
+    if remove_dead:
+        for each in found:
+            if each.state == "dead":
+                _remove(each)
         _remove_leftovers(directory)
+        _remove_dead_sockets(directory)
     return sorted(found, key=lambda each: (each.status is None, each.status and each.status.identity.pid))
 
 
@@ -163,9 +234,25 @@ def _remove_leftovers(directory: Path) -> None:
                 path.unlink()
 
 
+def _remove_dead_sockets(directory: Path) -> None:
+    from kvarena.transfer.same_host.socket_path import remove_dead_sockets
+
+    with contextlib.suppress(OSError):
+        remove_dead_sockets(directory)
+
+
+def _remove(found: Found) -> bool:
+    """Remove the file of a dead process; whoever comes second has removed nothing."""
+    try:
+        found.path.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def _read(path: Path) -> Found:
     try:
-        contents = _contents(path)
+        contents, lock_free = _contents(path)
         # Of another format nothing else is known.
         about = msgspec.json.decode(contents, type=_Format)
         if about.format != FORMAT:
@@ -173,24 +260,46 @@ def _read(path: Path) -> Found:
         status = msgspec.json.decode(contents, type=ProcessStatus)
     except OSError as error:
         return Found(path, "unreadable", why=error.strerror or str(error))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return Found(path, "unreadable", why=f"no status of a kvarena process ({error})")
-    return Found(path, condition_of(status.identity), status)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return Found(path, "unreadable", why=f"not a status of a kvarena process ({error})")
+    return Found(path, condition_of(status.identity, lock_free=lock_free if status.locked else None), status)
 
 
-def _contents(path: Path) -> bytes:
+def _contents(path: Path) -> tuple[bytes, bool]:
+    """What a file holds, and whether nobody holds its lock."""
     # Neither a link to somewhere else, nor a pipe that would make the reader wait.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
-            raise OSError(0, "no file of a few KiB")
+            raise OSError(0, "not a file of a few KiB")
         if about.st_uid != os.geteuid():
             raise OSError(0, f"belongs to user {about.st_uid}")
-        return file.read(_MAX_BYTES)
+        contents = file.read(_MAX_BYTES)
+        # Shared, and only for this moment: readers do not stand in each other's way. A file that was replaced
+        # meanwhile has no lock any more, and its writer lives.
+        free = _lock_is_free(fd) and _is_still(path, about)
+        return contents, free
 
 
-def _check(directory: Path, *, create: bool = False) -> None:
+def _lock_is_free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError:
+        return False
+    return True
+
+
+def _is_still(path: Path, about: os.stat_result) -> bool:
+    try:
+        return os.lstat(path).st_ino == about.st_ino
+    except OSError:
+        return False
+
+
+def check_status_directory(directory: Path, *, create: bool = False) -> None:
+    """Raise `KvArenaError` unless a directory is ours alone."""
     from kvarena.transfer.same_host.socket_path import check_directory
 
     try:

@@ -9,26 +9,53 @@ from typing import Literal
 
 from kvarena.plugin.observe.status.model import ProcessIdentity
 
-__all__ = ["Condition", "condition_of", "identity"]
+__all__ = ["Condition", "condition_of", "ended_with_its_parent", "identity"]
 
 Condition = Literal["running", "dead", "elsewhere"]
 
 
 def identity() -> ProcessIdentity:
-    """Of the calling process."""
-    pid = os.getpid()
+    """Identify the calling process."""
+    pid, parent = os.getpid(), os.getppid()
     return ProcessIdentity(
-        pid=pid, started=_started(pid) or 0, boot_id=_boot_id(), pid_namespace=_pid_namespace()
+        pid=pid,
+        started=_started(pid) or 0,
+        boot_id=_boot_id(),
+        pid_namespace=_namespace("pid"),
+        time_namespace=_namespace("time"),
+        parent_pid=parent,
+        parent_started=_started(parent) or 0,
     )
 
 
-def condition_of(process: ProcessIdentity) -> Condition:
-    """Whether a process still runs; ``"elsewhere"`` when its number means nothing here."""
-    if process.boot_id != _boot_id():
-        return "dead"
-    if process.pid_namespace != _pid_namespace():
+def condition_of(process: ProcessIdentity, *, lock_free: bool | None = None) -> Condition:
+    """Whether a process still runs.
+
+    Parameters
+    ----------
+    process : ProcessIdentity
+        As it described itself.
+    lock_free : bool, optional
+        Whether nobody holds the lock that the process took; None: it took none, or that cannot be told.
+
+    Returns
+    -------
+    str
+        ``"dead"`` only where that is proven. ``"elsewhere"``: its number means nothing here, because it runs
+        in another container, on another host, or ran before this host was started again.
+    """
+    if not process.boot_id or process.boot_id != _boot_id():
         return "elsewhere"
-    return "running" if _started(process.pid) == process.started else "dead"
+    namespaces = (process.pid_namespace, process.time_namespace)
+    if process.pid_namespace and namespaces == (_namespace("pid"), _namespace("time")):
+        return "running" if _started(process.pid) == process.started else "dead"
+    # On one kernel a lock tells across containers: it goes with the process that held it.
+    return "dead" if lock_free else "elsewhere"
+
+
+def ended_with_its_parent(process: ProcessIdentity) -> bool:
+    """Whether the parent of a dead process has gone too: whoever ends a server ends its workers this way."""
+    return process.parent_pid > 0 and _started(process.parent_pid) != process.parent_started
 
 
 def _started(pid: int) -> int | None:
@@ -51,8 +78,8 @@ def _boot_id() -> str:
 
 
 @cache
-def _pid_namespace() -> int:
+def _namespace(kind: str) -> int:
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0

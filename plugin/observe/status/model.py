@@ -102,8 +102,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     active_bytes: Count
     registered_bytes: Count
     handle_bytes: tuple[Count, ...]
+    """Of each handle in the order of addresses; the last entry holds all that are beyond the first 63."""
     live_bytes: tuple[Count, ...]
     """Of each sub-pool of the history."""
+    handles: Count = 0
+    """How many there were."""
 
 
 class EventMark(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +141,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     pid_namespace: int
     """In another namespace (a container's) the pid means another process, or none."""
+    time_namespace: int = 0
+    """In another namespace the same process has another `started`; 0: unknown."""
+    parent_pid: int = 0
+    """0: outside the namespace, or unknown."""
+    parent_started: int = 0
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +157,8 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the process calls itself: ``"decode"``, ``"sglang tp0"``, ..."""
     written_at: float
     pool: PoolStatus
+    locked: bool = False
+    """Whether its process holds a lock on the file, which ends with the process."""
     refusals: tuple[str, ...] = ()
     """Codes of the reasons why the pool is not sized after capture."""
     metrics_address: str | None = None

@@ -26,6 +26,8 @@ _FIRST_INTERVAL_S: Final = 0.05
 class Recorder:
     """Keeps samples at a steady pace, which halves whenever there are too many, and one at each event.
 
+    The pace is that of what is kept: whoever calls more often, such as once a second, loses nothing.
+
     Parameters
     ----------
     timeline : Timeline
@@ -36,7 +38,7 @@ class Recorder:
 
     def __init__(self, timeline: Timeline, title: str) -> None:
         self.interval_s = _FIRST_INTERVAL_S
-        """Seconds between two samples now."""
+        """Seconds between two samples that are kept, now."""
         self._timeline = timeline
         self._lock = threading.Lock()
         self._steady: list[Sample] = []
@@ -57,8 +59,8 @@ class Recorder:
         *,
         mark: bool = False,
     ) -> None:
-        """Take a sample; one at an event (`mark`) outlives the thinning."""
-        if pool is None:
+        """Take a sample if one is due; one at an event (`mark`) is always due, and outlives the thinning."""
+        if pool is None or not (mark or self._due()):
             return
         taken = sample(self._timeline.now_s, pool, ledgers, usage)
         with self._lock:
@@ -71,6 +73,10 @@ class Recorder:
             if len(self._steady) > _MAX_SAMPLES:
                 del self._steady[1::2]
                 self.interval_s *= 2
+
+    def _due(self) -> bool:
+        with self._lock:
+            return not self._steady or self._timeline.now_s - self._steady[-1].at_s >= self.interval_s
 
     def history(self) -> ArenaHistory:
         """What has been recorded, in order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final, final
 from kvarena.errors import KvArenaError
 from kvarena.plugin.config import Settings
 from kvarena.plugin.observe.status.collect import collect
-from kvarena.plugin.observe.status.files import StatusFile, directory_of
+from kvarena.plugin.observe.status.files import StatusFile, clean, directory_of
 from kvarena.plugin.observe.status.identity import identity
 from kvarena.plugin.observe.status.model import ArenaHistory, PoolStatus, ProcessStatus
 from kvarena.plugin.observe.status.recorder import Recorder
@@ -31,14 +30,17 @@ __all__ = ["StatusReporter"]
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S: Final = 1.0
-_serials = itertools.count()
+#: Between two samples at first; the recorder keeps fewer of them as time goes on.
+_LOOK_EVERY_S: Final = 0.05
 
 
 @final
 class StatusReporter:
     """What one pool tells the outside; driven by `PoolLifecycle`, or by an engine that has its own.
 
-    It never fails the engine: a status file that cannot be written is reported once, and tried again.
+    It never fails the engine, and nothing but `close` ends it: a status file that cannot be written is
+    reported once, and tried again. The file is written every second as long as the process lives, so that
+    whoever is silent for longer hangs.
 
     Parameters
     ----------
@@ -99,7 +101,10 @@ class StatusReporter:
 
     def record(self) -> None:
         """Take a sample for the history now, and have the file written soon."""
-        self._recorder.record(self._pool, self._ledgers(), self._usage(), mark=True)
+        try:
+            self._recorder.record(self._pool, self._ledgers(), self._usage(), mark=True)
+        except Exception:  # the engine's own thread is here
+            logger.debug("kvarena: the pool could not be read", exc_info=True)
         self._wake.set()
 
     def pool_status(self) -> PoolStatus:
@@ -145,24 +150,24 @@ class StatusReporter:
     def _run(self) -> None:
         written = 0.0
         while not self._stopping:
-            due = self._wake.wait(self._recorder.interval_s)
-            self._wake.clear()
-            if self._stopping:
-                return
             try:
+                due = self._wake.wait(min(max(self._recorder.interval_s, _LOOK_EVERY_S), _WRITE_EVERY_S))
+                self._wake.clear()
+                if self._stopping:
+                    return
                 self._recorder.record(self._pool, self._ledgers(), self._usage())
                 if due or time.monotonic() - written >= _WRITE_EVERY_S:
                     written = time.monotonic()
                     self._write()
-            except Exception:  # an observer must not take its engine down
-                logger.debug("The status could not be read; trying again.", exc_info=True)
+            except Exception:  # an observer must not take its engine down, nor end before it
+                logger.debug("kvarena: the status could not be read; trying again", exc_info=True)
 
     def _write(self) -> None:
         if self._file is None:
             return
         try:
             self._file.write(self.status())
-        except OSError as error:
+        except (OSError, KvArenaError) as error:
             # It stays ours: what it said last is taken away in the end, and a disk does not stay full.
             if not self._write_failed:
                 logger.warning("kvarena: %s cannot be written, trying again: %s", self._file.path, error)
@@ -172,9 +177,16 @@ class StatusReporter:
 
     def _open_file(self, directory: Path) -> None:
         try:
-            self._file = StatusFile(directory, next(_serials))
-        except KvArenaError as error:
-            logger.warning("kvarena: no status is kept: %s", error)
+            self._file = StatusFile(directory)
+            for dead in clean(directory):
+                if dead.status is not None:
+                    name, pid = dead.status.name, dead.status.identity.pid
+                    logger.info("kvarena: removed the status file of %r, pid %d, which has ended", name, pid)
+        except (KvArenaError, OSError) as error:
+            if self._file is None:
+                logger.warning("kvarena: no status is kept: %s", error)
+            else:
+                logger.debug("kvarena: what dead processes left could not be removed", exc_info=True)
 
     def _usage(self) -> Mapping[str, PageUsage]:
         if self._source is None or self._pool is None or not self._pool.finalized:

@@ -135,6 +135,18 @@ def test_a_directory_open_to_others_is_bad_input(directory: Path, capsys: pytest
     assert f"chmod 0700 {directory}" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="these directories are root's")
+@pytest.mark.parametrize("shared", ["/tmp", "/etc"])
+def test_root_is_not_told_to_close_a_directory_that_others_need(
+    shared: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVARENA_SOCKET_DIR", shared)
+    assert main(["status"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "chmod" not in said
+    assert "Set KVARENA_SOCKET_DIR to a directory of your own" in said
+
+
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
 def test_watch_repeats_until_interrupted(serving: Any, extra: list[str]) -> None:
     watcher = subprocess.Popen(

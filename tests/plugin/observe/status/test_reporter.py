@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvarena.plugin.observe.status.collect import sample
 from kvarena.plugin.observe.status.files import Found, find
 from kvarena.plugin.observe.status.model import PoolStatus
 from kvarena.plugin.observe.status.usage import PageUsage
@@ -128,12 +131,14 @@ def test_a_disk_that_fails_for_a_while_is_reported_once_and_leaves_no_stale_file
     served = serve()
     _wait(directory, lambda pool: pool.state == "reserved")
     away = directory.rename(directory.with_name("away"))
+    directory.write_text("a file where the directory was")
     deadline = time.monotonic() + 20
     while "trying again" not in caplog.text and time.monotonic() < deadline:
         served.lifecycle.reporter.record()
         time.sleep(0.02)
     for _ in range(3):
         served.lifecycle.reporter._write()
+    directory.unlink()
     away.rename(directory)
     served.finalize(4 * MIB)
     _wait(directory, lambda pool: pool.state == "serving")
@@ -165,8 +170,12 @@ def test_the_history_stays_small_and_keeps_the_events(serve: Any) -> None:
     served = serve(status=False)
     served.finalize(4 * MIB)
     recorder = served.lifecycle.reporter._recorder
+    timeline = served.lifecycle.timeline
+    began = timeline._began
     for _ in range(3000):
+        timeline._began -= recorder.interval_s  # so much time goes by
         recorder.record(served.pool, (), {})
+    timeline._began = began
     for _ in range(500):
         recorder.record(served.pool, (), {}, mark=True)
     history = served.lifecycle.reporter.history()
@@ -177,6 +186,68 @@ def test_the_history_stays_small_and_keeps_the_events(serve: Any) -> None:
     )
     assert [event.name for event in history.events][:2] == ["reserved", "sink"]
     assert recorder.interval_s > 0.05
+
+
+def test_a_directory_that_was_removed_is_made_again(serve: Any, directory: Path) -> None:
+    serve()
+    _wait(directory, lambda pool: pool.state == "reserved")
+    shutil.rmtree(directory)
+    deadline = time.monotonic() + 20
+    while not directory.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    _wait(directory, lambda pool: pool.state == "reserved")
+
+
+def test_an_idle_process_is_written_every_second_however_old_it_is(serve: Any, directory: Path) -> None:
+    served = serve()
+    served.finalize(4 * MIB)
+    reporter = served.lifecycle.reporter
+    reporter._recorder.interval_s = 1e300  # as after ages
+    reporter.record()
+    time.sleep(0.5)
+    written = {_only(directory).status.written_at}
+    deadline = time.monotonic() + 20
+    while len(written) < 4 and time.monotonic() < deadline:
+        written.add(_only(directory).status.written_at)
+        time.sleep(0.05)
+    assert len(written) == 4
+    assert reporter._thread.is_alive()
+
+
+def test_thousands_of_growth_cycles_leave_the_thread_alive_and_the_history_small(serve: Any) -> None:
+    served = serve()
+    served.finalize(4 * MIB)
+    reporter = served.lifecycle.reporter
+    for _ in range(7000):
+        served.lifecycle.timeline.add("grown", nbytes=4 * MIB)
+    assert reporter._thread.is_alive()
+    assert len(served.lifecycle.timeline.events) == 1000
+    assert [event.name for event in served.lifecycle.timeline.events][:2] == ["reserved", "sink"]
+    history = reporter.history()
+    assert len(history.samples) <= 801
+    assert len(history.events) <= 200
+
+
+def test_a_sample_of_thousands_of_handles_is_small_and_counts_them() -> None:
+    mappings = [SimpleNamespace(nbytes=2)] * 5000
+    arena = SimpleNamespace(mappings=mappings, backed_bytes=10_000)
+    pool: Any = SimpleNamespace(arena=arena, sub_pool_specs=(), active_allocation_bytes=10_000)
+    taken = sample(0.0, pool, (), {})
+    assert (taken.handles, len(taken.handle_bytes), sum(taken.handle_bytes)) == (5000, 64, 10_000)
+
+
+def test_what_an_observer_raises_never_reaches_the_engine(serve: Any) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("the observer is broken")
+
+    served = serve()
+    served.lifecycle.timeline.listeners.insert(0, broken)
+    served.lifecycle.reporter._ledgers = lambda: 1 / 0
+    served.finalize(4 * MIB)
+    assert served.allocator.alloc(16) is not None
+    assert served.lifecycle.reporter._thread.is_alive()
+    served.lifecycle.reporter._ledgers = tuple
 
 
 def test_the_reporter_stops_with_a_pool_that_never_came(serve: Any, directory: Path) -> None:
