@@ -47,9 +47,9 @@ class _Socket:
         with ExitStack() as undo:
             # One context for each socket: a process has few, and closing one must not touch another's.
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            undo.callback(self._context.term)
+            # Closes the socket, and its monitor's: one left open would keep the context from ending.
+            undo.callback(self._context.destroy)
             self._socket = self._context.socket(kind)
-            undo.callback(self._socket.close)
             self._socket.linger = _LINGER_MS
             self._socket.maxmsgsize = codec.receives.max_bytes
             self._socket.rcvhwm = codec.receives.max_queued
@@ -285,8 +285,6 @@ class Spoke(_Socket):
             self.closed_by_peer = False
             """Whether the hub has closed the connection, as `receive` found before it looked for messages."""
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            # Left open, it would keep the context from ending.
-            self._closing.callback(self._monitor.close)
             self._closing.callback(self._socket.disable_monitor)
             try:
                 self._socket.connect(address)
