@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvarena.errors import KvArenaError
+from kvarena.errors.shortage import describe_shortage
 
 __all__ = ["HookError", "PluginLoadError"]
 
@@ -19,7 +20,7 @@ class HookError(KvArenaError):
     def __init__(self, plugin: str, hook: str, error: BaseException) -> None:
         super().__init__(
             f"plugin {plugin!r} failed in {hook}: {type(error).__name__}: {error}.",
-            fix=_advice(plugin),
+            fix=describe_shortage(error) or _advice(plugin),
         )
         self.plugin = plugin
         self.hook = hook
@@ -32,7 +33,7 @@ class PluginLoadError(KvArenaError):
         super().__init__(
             f"plugin {plugin!r} of the entry-point group 'kvarena' cannot be loaded: "
             f"{type(error).__name__}: {error}.",
-            fix=_advice(plugin),
+            fix=describe_shortage(error) or _advice(plugin),
         )
         self.plugin = plugin
 

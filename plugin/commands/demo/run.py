@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -19,6 +17,7 @@ from kvarena.plugin.commands.demo.verdict import DemoReport, Findings, judge
 from kvarena.plugin.commands.demo.workers import GRACE_S, Workers
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded.access import Access, local_endpoint, new_secret
 from kvarena.plugin.engines.embedded.config import EngineConfig
 from kvarena.plugin.engines.embedded.link import Hub
 from kvarena.plugin.engines.embedded.requests import Request, Result
@@ -29,6 +28,7 @@ __all__ = ["Demo", "StartupError"]
 
 _PAIR: Final[tuple[Role, ...]] = ("prefill", "decode")
 _STARTUP_S: Final = 120.0
+_LOOPBACK: Final = "127.0.0.1"
 
 
 class StartupError(KvArenaError):
@@ -48,7 +48,9 @@ class Demo:
     decode_device : str, optional
         Where the decode worker runs; by default where `config` says.
     port : int
-        Of the control socket on the loopback address; 0: a free one.
+        Of a control socket on the loopback address; 0: a Unix socket in this user's own directory.
+    insecure : bool
+        Take control messages over TCP from any process of this host.
     on_event : callable, optional
         Takes the role and each message of a worker, as it comes.
     growth : (int, int), optional
@@ -71,6 +73,7 @@ class Demo:
         *,
         decode_device: str | None = None,
         port: int = 0,
+        insecure: bool = False,
         on_event: Callable[[Role, control.Message], None] = lambda role, message: None,
         growth: tuple[int, int] | None = None,
         hosts: TwoHosts | None = None,
@@ -88,12 +91,10 @@ class Demo:
         self._hosts = hosts
         self._growth = None if growth is None else GrowthDriver(*growth, self._send)
         self._closing = ExitStack()
-        if hosts is None:
-            self._hub = Hub(port=port)
-        else:
-            # The client stands outside both networks.
-            folder = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="kvarena-demo-"))
-            self._hub = Hub(path=str(Path(folder, "client")))
+        self._access = Access(secret="" if insecure else new_secret(), insecure=insecure)
+        # A Unix socket is reached from the networks of both hosts, too.
+        endpoint = _LOOPBACK if port else local_endpoint(settings)
+        self._hub = Hub(endpoint, port, access=self._access)
         self._closing.callback(self._hub.close)
         self._workers = Workers()
         self.histories: dict[Role, ArenaHistory] = {}
@@ -253,7 +254,8 @@ class Demo:
             settings = msgspec.structs.replace(settings, metrics_port=port)
         prefix = () if self._hosts is None else self._hosts.prefix(role)
         config = self._decode_config if role == "decode" else self._config
-        self._workers.start(WorkerConfig(role, config, settings, self._hub.address), prefix=prefix)
+        worker = WorkerConfig(role, config, settings, self._hub.address, self._access)
+        self._workers.start(worker, prefix=prefix)
 
     def _send(self, role: Role, message: control.Message) -> None:
         self._hub.send(role.encode(), message)

@@ -6,15 +6,20 @@ worker. KV never travels here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from kvarena.plugin.engines.embedded.requests import Request, Result
 from kvarena.plugin.observe.status.model import ArenaHistory
 
 __all__ = [
+    "TO_CLIENT",
+    "TO_DECODE",
+    "TO_PREFILL",
+    "TO_WORKER",
     "Abort",
     "Cancel",
+    "Channel",
     "CompareEager",
     "Connect",
     "Connected",
@@ -22,7 +27,8 @@ __all__ = [
     "Finished",
     "Generate",
     "Grow",
-    "Hello",
+    "Join",
+    "Leaving",
     "Message",
     "Online",
     "Ping",
@@ -51,11 +57,11 @@ class Online(_Message, frozen=True):
 
 
 class Progress(_Message, frozen=True):
-    """Worker to client: something happened that is worth a line."""
+    """Worker to client: a line about what it does."""
 
     what: str
     moved: bool = False
-    """Whether it is that a prompt's pages have been moved."""
+    """Whether the line says that a prompt's pages have been moved."""
 
 
 class Ready(_Message, frozen=True):
@@ -90,7 +96,7 @@ class Cancel(_Message, frozen=True):
 
 
 class Grow(_Message, frozen=True):
-    """Client to either: give the pool so many more bytes, while requests are served."""
+    """Client to either: grow the pool by so many bytes, while requests are served."""
 
     nbytes: int
     limit_s: float = 10.0
@@ -98,7 +104,7 @@ class Grow(_Message, frozen=True):
 
 
 class Shrink(_Message, frozen=True):
-    """Client to either: give back what the pool grew by last, once nothing there is in use."""
+    """Client to either: give back the bytes of the last growth, once no page there is in use."""
 
     limit_s: float = 10.0
     """How long to try."""
@@ -119,7 +125,7 @@ class Resized(_Message, frozen=True):
     milliseconds: float
     """That the change itself took."""
     error: str
-    """Why it could not be made; the pool is then as it was."""
+    """Why it could not be made; the pool has then kept its size."""
 
 
 class Finished(_Message, frozen=True):
@@ -146,18 +152,18 @@ class Stop(_Message, frozen=True):
 
 
 class Stopped(_Message, frozen=True):
-    """Worker to client: the last word, before the process ends."""
+    """Worker to client: the last message before the process ends."""
 
     error: str
     """Why it ends without having been told to; empty otherwise."""
     refused: bool
-    """Whether the settings are at fault, rather than something that happened."""
+    """Whether the settings are the cause, rather than something that happened."""
     pool: dict[str, Any]
     history: ArenaHistory | None = None
     """The worker's arena over time, for a picture."""
 
 
-class Hello(_Message, frozen=True):
+class Join(_Message, frozen=True):
     """Prefill to decode: may I write into your pool?"""
 
     pages: bytes
@@ -176,6 +182,15 @@ class Refused(_Message, frozen=True):
     """Either to the other: no transfer between us, and why."""
 
     what: str
+    may_still_write: bool = True
+    """Whether a write that was begun before can still be under way."""
+
+
+class Leaving(_Message, frozen=True):
+    """Either to the other: I was told to end; what is not answered yet will not be."""
+
+    may_still_write: bool = True
+    """Whether a write that was begun before can still be under way."""
 
 
 class Prefill(_Message, frozen=True):
@@ -204,8 +219,8 @@ class PrefillFailed(_Message, frozen=True):
 
     rid: int
     what: str
-    settled: bool
-    """Whether no write into the leased pages can still be under way."""
+    may_still_write: bool
+    """Whether a write into the leased pages can still be under way."""
 
 
 class Abort(_Message, frozen=True):
@@ -215,11 +230,33 @@ class Abort(_Message, frozen=True):
 
 
 class Ping(_Message, frozen=True):
-    """Either to the other: I live."""
+    """Either to the other: a sign of life."""
 
 
-Message = (
-    Online | Progress | Ready | Connect | Connected | Generate | Cancel | Finished | CompareEager | Eager
-    | Stop | Stopped | Grow | Shrink | Resized | Hello | Welcome | Refused | Prefill | PrefillDone
-    | PrefillFailed | Abort | Ping
-)  # fmt: skip
+# What may be sent in each direction: nothing else is decoded.
+_ToClient = Online | Progress | Ready | Connected | Refused | Finished | Eager | Resized | Stopped
+_ToWorker = Connect | Generate | Cancel | CompareEager | Grow | Shrink | Stop
+_ToDecode = Join | Refused | Leaving | PrefillDone | PrefillFailed | Ping
+_ToPrefill = Welcome | Refused | Leaving | Prefill | Abort | Ping
+
+Message = _ToClient | _ToWorker | _ToDecode | _ToPrefill
+
+
+class Channel(msgspec.Struct, frozen=True):
+    """One direction of a control connection."""
+
+    name: str
+    messages: Any
+    """The union of the kinds of messages that it carries."""
+    max_bytes: int
+    """Of one message; the transport ends a connection that announces more (``ZMQ_MAXMSGSIZE``)."""
+    max_queued: int
+    """Received messages that wait for the receiver; beyond that the sender waits (``ZMQ_RCVHWM``)."""
+
+
+# A prompt has at most 3 bytes a token here, a leased page 9: far less than 16 MiB. A worker's last message
+# has its arena's history.
+TO_CLIENT: Final = Channel("from a worker", _ToClient, 64 << 20, 256)
+TO_WORKER: Final = Channel("from a client", _ToWorker, 16 << 20, 1024)
+TO_DECODE: Final = Channel("from a prefill worker", _ToDecode, 1 << 20, 64)
+TO_PREFILL: Final = Channel("from a decode worker", _ToPrefill, 16 << 20, 64)

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from kvarena.errors import KvArenaError
+from kvarena.plugin.engines.embedded.clock import AwakeClock
 from kvarena.plugin.engines.embedded.config import FULL, WINDOW, EngineConfig, ModelConfig
 from kvarena.transfer import ArenaPages, Difference, Hello, Manifest, ManifestMismatch, SubPoolManifest
 
 if TYPE_CHECKING:
-    from kvarena.plugin.engines.embedded.engine import Engine
     from kvarena.pool import UnifiedKVPool
+    from kvarena.transfer import PageChannel
 
 __all__ = [
     "PeerLost",
+    "awake_clock",
     "check_peer",
     "describe_model",
     "describe_pages",
@@ -29,12 +31,17 @@ _MAX_PING_S: Final = 0.25
 
 
 class PeerLost(KvArenaError):
-    """A peer died, hangs, or cannot be reached any more."""
+    """A peer died, hangs, or can no longer be reached."""
 
 
 def silence_limit(timeout: float) -> float:
     """Seconds of silence after which a peer is lost: early enough to report it within `timeout`."""
     return timeout * _SILENCE
+
+
+def awake_clock(timeout: float) -> AwakeClock:
+    """The clock of a server whose peers are lost after `silence_limit`."""
+    return AwakeClock(silence_limit(timeout) / 2)
 
 
 def ping_interval(timeout: float) -> float:
@@ -69,8 +76,19 @@ def describe_pages(pool: UnifiedKVPool) -> dict[str, ArenaPages]:
     return {name: ArenaPages(pool.page_address(name, 0), pool.num_pages(name)) for name in (FULL, WINDOW)}
 
 
-def check_peer(engine: Engine, pages: bytes, model: str) -> None:
+def check_peer(channel: PageChannel, model: ModelConfig, pages: bytes, their_model: str) -> None:
     """Whether a peer's pages, transfer engine and model are ours.
+
+    Parameters
+    ----------
+    channel : PageChannel
+        Of this side.
+    model : ModelConfig
+        Of this side.
+    pages : bytes
+        The peer's hello, as its page channel encoded it.
+    their_model : str
+        From the peer's `describe_model`.
 
     Raises
     ------
@@ -78,7 +96,6 @@ def check_peer(engine: Engine, pages: bytes, model: str) -> None:
         Naming all that differs, with both values.
     """
     differences: list[Difference] = []
-    channel = engine.channel
     try:
         theirs = msgspec.msgpack.decode(pages, type=Hello)
         channel.manifest.check(theirs.manifest)
@@ -88,9 +105,9 @@ def check_peer(engine: Engine, pages: bytes, model: str) -> None:
         differences += error.differences
     except (msgspec.MsgspecError, RecursionError) as error:
         differences.append(Difference("pages", "a description of pages", str(error)))
-    ours = describe_model(engine.config.model)
-    if ours != model:
-        differences += _model_differences(ours, model)
+    ours = describe_model(model)
+    if ours != their_model:
+        differences += _model_differences(ours, their_model)
     if differences:
         raise ManifestMismatch(differences)
 

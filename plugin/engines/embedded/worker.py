@@ -6,20 +6,25 @@ import logging
 import os
 import signal
 import sys
+from contextlib import closing
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import zmq
 from kvarena.errors import KvArenaError
+from kvarena.errors.shortage import describe_shortage
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded.access import Access
 from kvarena.plugin.engines.embedded.config import EngineConfig, SettingError
 from kvarena.plugin.engines.embedded.link import Spoke
+from kvarena.plugin.engines.embedded.peers import PeerLost
 
 if TYPE_CHECKING:
     from kvarena.plugin.engines.embedded.engine import Engine
     from kvarena.plugin.engines.embedded.model import Decoder
+    from kvarena.plugin.engines.embedded.prefill import PrefillServer
 
 __all__ = ["EXIT_FAILED", "EXIT_REFUSED", "ROLES", "Role", "WorkerConfig", "main"]
 
@@ -34,23 +39,29 @@ _IDLE_MS: Final = 20
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """All that a worker is told at its start; JSON on its standard input."""
+    """All that a worker is told at its start; JSON on its standard input, for it has a secret."""
 
     role: Role
     engine: EngineConfig
     settings: Settings
     client: str
     """Address of the client's hub."""
+    access: Access = Access()
+    """How the processes know each other where they speak over TCP."""
+    verbose: bool = False
+    """Whether kvarena's INFO lines go to standard error, too."""
 
 
 def main() -> int:
     """Run a worker until its client says stop, a peer is lost, or its parent is gone."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     logging.basicConfig(format=f"{config.role}: %(levelname)s %(message)s")
-    # Ctrl-C reaches the parent too, and the parent says what is to be done.
+    if config.verbose:
+        logging.getLogger("kvarena").setLevel(logging.INFO)
+    # Ctrl-C reaches the parent too, which then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _told_to_end)
-    with Spoke(config.client, identity=config.role.encode()) as client:
+    with Spoke(config.client, identity=config.role.encode(), access=config.access) as client:
         client.send(control.Online(os.getpid()))
         return _Worker(config, client).run()
 
@@ -72,6 +83,7 @@ class _Worker:
         self._engine: Engine | None = None
 
     def run(self) -> int:
+        """Serve until told to stop; whatever happens, the engine is closed and the client hears why."""
         error, status = "", 0
         try:
             if self._config.role == "prefill":
@@ -80,20 +92,24 @@ class _Worker:
                 self._serve_decode()
             else:
                 self._serve_reference()
-        except KvArenaError as failure:
-            error, status = str(failure), EXIT_FAILED
-            if isinstance(failure, (ConfigError, SettingError)):
-                status = EXIT_REFUSED
         except _Terminated:
             error, status = "it was told to end.", EXIT_FAILED
+        except Exception as failure:  # noqa: BLE001 - its engine must not outlive it, its client must hear
+            error, status = _explain(failure), EXIT_FAILED
+            if isinstance(failure, (ConfigError, SettingError)):
+                status = EXIT_REFUSED
         report, history = {}, None
         if self._engine is not None and self._engine.lifecycle.pool is not None:
-            report = self._engine.report()
-            history = self._engine.lifecycle.reporter.history()
+            engine = self._engine
             try:
-                self._engine.close()
-            except KvArenaError as failure:
-                error, status = error or str(failure), status or EXIT_FAILED
+                report = engine.report()
+                history = engine.lifecycle.reporter.history()
+            except Exception as failure:  # noqa: BLE001 - a report is worth less than an orderly end
+                error, status = error or _explain(failure), status or EXIT_FAILED
+            try:
+                engine.close()
+            except Exception as failure:  # noqa: BLE001 - the client must hear
+                error, status = error or _explain(failure), status or EXIT_FAILED
         if error:
             logger.warning("%s", error)
         refused = status == EXIT_REFUSED
@@ -119,30 +135,35 @@ class _Worker:
         from kvarena.plugin.engines.embedded.prefill import PrefillServer
 
         engine = self._make_engine()
-        server = PrefillServer(engine, self._client.send)
-        self._client.send(control.Ready(None, engine.report()))
-        try:
-            while True:
-                for message in self._messages():
-                    if isinstance(message, control.Connect):
-                        server.connect(message.address)
-                    elif isinstance(message, (control.Grow, control.Shrink)):
-                        server.elastic.ask(message)
-                    elif isinstance(message, control.Stop):
-                        return
-                server.step()
-                if not server.busy:
-                    self._wait(server.link.raw if server.link else None)
-        finally:
-            server.close()
+        with closing(PrefillServer(engine, self._client.send, access=self._config.access)) as server:
+            self._client.send(control.Ready(None, engine.report()))
+            try:
+                self._run_prefill(server)
+            except PeerLost:
+                server.drain()
+                raise
+            server.stop()
+            server.drain()
+
+    def _run_prefill(self, server: PrefillServer) -> None:
+        while True:
+            for message in self._messages():
+                if isinstance(message, control.Connect):
+                    server.connect(message.address)
+                elif isinstance(message, (control.Grow, control.Shrink)):
+                    server.elastic.ask(message)
+                elif isinstance(message, control.Stop):
+                    return
+            server.step()
+            if not server.busy:
+                self._wait(server.link.raw if server.link else None)
 
     def _serve_decode(self) -> None:
         from kvarena.plugin.engines.embedded.decode import DecodeServer
 
         engine = self._make_engine()
-        server = DecodeServer(engine, self._client.send, host=self._config.settings.transfer_host)
-        self._client.send(control.Ready(server.hub.address, engine.report()))
-        try:
+        with closing(DecodeServer(engine, self._client.send, access=self._config.access)) as server:
+            self._client.send(control.Ready(server.hub.address, engine.report()))
             while True:
                 for message in self._messages():
                     if isinstance(message, control.Generate):
@@ -158,8 +179,6 @@ class _Worker:
                 engine.note_batch(server.batch)
                 if not server.busy:
                     self._wait(server.hub.raw)
-        finally:
-            server.close()
 
     def _serve_reference(self) -> None:
         from kvarena.plugin.engines.embedded.engine import make_model
@@ -197,6 +216,16 @@ class _Worker:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(_IDLE_MS)
+
+
+def _explain(failure: Exception) -> str:
+    """What ended a worker, for whoever has to do something about it."""
+    if isinstance(failure, KvArenaError):
+        return str(failure)
+    if shortage := describe_shortage(failure):
+        return shortage
+    logger.error("an unexpected error", exc_info=failure)
+    return f"{type(failure).__name__}: {failure}. This is a fault of kvarena itself: please report it."
 
 
 if __name__ == "__main__":

@@ -8,23 +8,29 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import zmq
-from kvarena.plugin.engines.embedded import link
-from kvarena.plugin.engines.embedded.control import Abort, Cancel, Ping
-from kvarena.plugin.engines.embedded.link import AddressInUse, Hub, Spoke
+from kvarena.plugin.engines.embedded import clock as clock_module
+from kvarena.plugin.engines.embedded.access import Access, AddressInUse, new_secret
+from kvarena.plugin.engines.embedded.codec import Codec
+from kvarena.plugin.engines.embedded.control import TO_DECODE, TO_PREFILL, Abort, Join, Ping
+from kvarena.plugin.engines.embedded.link import Hub, Spoke
+
+SECRET = Access(new_secret())
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub()
-    yield hub
-    hub.close()
+    with Hub("127.0.0.1", access=SECRET, codec=Codec(TO_PREFILL, TO_DECODE)) as hub:
+        yield hub
+
+
+def _spoke(hub: Hub, identity: bytes | None = b"one") -> Spoke:
+    return Spoke(hub.address, identity, access=SECRET, codec=Codec(TO_DECODE, TO_PREFILL))
 
 
 def test_messages_travel_both_ways(hub: Hub) -> None:
-    with Spoke(hub.address, identity=b"one") as spoke:
-        spoke.send(Cancel(7))
-        assert hub.receive(30.0) == [(b"one", Cancel(7))]
+    with _spoke(hub) as spoke:
+        spoke.send(Join(b"", "model"))
+        assert hub.receive(30.0) == [(b"one", Join(b"", "model"))]
         assert hub.send(b"one", Abort(7))
         assert spoke.receive(30.0) == [Abort(7)]
 
@@ -35,13 +41,13 @@ def test_a_port_in_use_names_it() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
-            Hub(port=port)
+            Hub("127.0.0.1", port, access=SECRET)
 
 
 def test_an_address_of_another_host_is_no_matter_of_ports() -> None:
     for host in ("no-such-host.invalid", "192.0.2.1"):
         with pytest.raises(AddressInUse, match=rf"cannot listen on {host}:0.*KVARENA_TRANSFER_HOST"):
-            Hub(host)
+            Hub(host, access=SECRET)
 
 
 def test_a_peer_that_never_came_is_gone(hub: Hub) -> None:
@@ -49,14 +55,10 @@ def test_a_peer_that_never_came_is_gone(hub: Hub) -> None:
 
 
 def test_strangers_cannot_end_it(hub: Hub) -> None:
-    context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(hub.address)
-    for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x81\xa4type\xa4Nope"], [bytes(1 << 16)]):
-        stranger.send_multipart(frames)
-    stranger.close()
-    context.term()
-    with Spoke(hub.address, identity=b"one") as spoke:
+    with _spoke(hub, None) as stranger:
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x81\xa4type\xa4Nope"], [bytes(1 << 16)]):
+            stranger.raw.send_multipart(frames)
+    with _spoke(hub) as spoke:
         spoke.send(Ping())
         end = time.monotonic() + 30
         received = []
@@ -67,11 +69,13 @@ def test_strangers_cannot_end_it(hub: Hub) -> None:
 
 def test_silence_is_counted_from_the_last_message(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [time.monotonic()]
-    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    with Spoke(hub.address, identity=b"one") as spoke:
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with _spoke(hub) as spoke:
         spoke.ping(0.0)
         assert hub.receive(30.0) == [(b"one", Ping())]
         clock[0] += 40.0
+        assert hub.receive() == []
+        assert spoke.receive() == []
         assert hub.silence(b"one") == 40.0
         assert spoke.silence() == 40.0
         spoke.ping(60.0)
@@ -84,7 +88,7 @@ def test_silence_is_counted_from_the_last_message(hub: Hub, monkeypatch: pytest.
 
 
 def test_closing_twice_is_no_error(hub: Hub) -> None:
-    spoke = Spoke(hub.address)
+    spoke = _spoke(hub)
     for socket_ in (spoke, hub):
         socket_.close()
         socket_.close()

@@ -267,7 +267,7 @@ def test_a_decode_worker_that_is_stopped_still_says_whom_it_has_lost(
     pair.decode.stop()
 
     # What a lease that cannot be sent does; a step raises only when all that has arrived is decoded.
-    pair.decode._lose("it has closed its connection")
+    pair.decode._lose(pair.decode._peers[0], "it has closed its connection")
     assert pair.decode.batch
     with pytest.raises(PeerLost, match="a prefill worker is lost"):
         pair.decode.stop()
@@ -288,23 +288,26 @@ def test_prefill_survives_a_decode_worker_that_falls_silent(
     assert pair.engines["prefill"].book.leaks() == []
 
 
-class _NeverDone(RecordingEngine):
-    """Takes transfers and never ends them."""
+class _Slow(RecordingEngine):
+    """Takes transfers, and ends them when the test says so."""
 
-    def submit(self, *args: object) -> _NeverDone:  # type: ignore[override]
+    ended = False
+
+    def submit(self, *args: object) -> _Slow:  # type: ignore[override]
         return self
 
     def done(self) -> bool:
-        return False
+        return self.ended
 
     def wait(self, timeout: float | None = None) -> None:
         raise AssertionError("nothing may block on a transfer")
 
 
-def test_a_transfer_that_does_not_end_keeps_its_pages_from_others(
+def test_pages_of_a_transfer_that_does_not_end_are_given_to_nobody(
     make_engine: MakeEngine, make_pair: MakePair, texts: list[Request]
 ) -> None:
-    pair = make_pair(make_engine(transfer=_NeverDone()), make_engine())
+    slow = _Slow()
+    pair = make_pair(make_engine(transfer=slow), make_engine())
     pair.connect()
     pair.prefill._outbox._timeout = TIMEOUT_S
     pair.decode.submit(texts[3])
@@ -313,4 +316,30 @@ def test_a_transfer_that_does_not_end_keeps_its_pages_from_others(
 
     assert pair.results[3].reason == "error"
     assert pair.results[3].tokens == []
-    assert pair.leaks() == []
+    assert pair.engines["decode"].book.leaks() == []
+    # The transfer may still read its source: those pages stay pinned, even when all work is dropped.
+    book, gate = pair.engines["prefill"].book, pair.engines["prefill"].ledger.gate
+    assert book.leaks() != []
+    assert gate.in_flight == 2  # one for each sub-pool
+    slow.ended = True
+    pair.prefill.step()
+    assert book.leaks() == []
+    assert gate.in_flight == 0
+
+
+def test_pages_that_a_transfer_still_reads_stay_pinned_after_the_peer_is_gone(
+    make_engine: MakeEngine, make_pair: MakePair, texts: list[Request]
+) -> None:
+    slow = _Slow()
+    pair = make_pair(make_engine(transfer=slow), make_engine())
+    pair.connect()
+    pair.decode.submit(texts[3])
+    pair.turn_until(lambda: bool(pair.prefill._outbox))
+    pair.decode.hub.close()
+    with pytest.raises(PeerLost, match="closed its connection"):
+        _turn_alone(pair.prefill.step)
+    book = pair.engines["prefill"].book
+    assert book.leaks() != []
+    slow.ended = True
+    pair.prefill._outbox.release_ended()
+    assert book.leaks() == []

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from kvarena.plugin.engines.embedded import control
+from kvarena.plugin.engines.embedded.codec import Codec
 from kvarena.plugin.engines.embedded.engine import Engine
-from kvarena.plugin.engines.embedded.link import Spoke, _decode
+from kvarena.plugin.engines.embedded.link import Spoke
 from kvarena.plugin.engines.embedded.peers import describe_model
 from kvarena.plugin.engines.embedded.requests import Request
 from kvarena.transfer import Lease, LeaseError, Manifest, ManifestMismatch, TransferFailed
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 MakeEngine = Callable[..., Engine]
 MakePair = Callable[[Engine, Engine], "Pair"]
 DEEP = b"\x82\xa4type\xa4Ping\xa1x" + b"\x91" * 200_000 + b"\xc0"
+PREFILL = Codec(control.TO_DECODE, control.TO_PREFILL)
 TRANSFERS = [None, "same-host"]
 
 
 def test_a_message_that_is_nested_too_deeply_is_dropped(make_engine: MakeEngine) -> None:
-    assert _decode([DEEP]) is None
+    assert PREFILL.decode([DEEP]) is None
     with pytest.raises(LeaseError):
         Lease.decode(DEEP)
     with pytest.raises(ManifestMismatch):
@@ -42,14 +44,14 @@ def test_a_stranger_is_neither_pinged_nor_heard_as_a_worker(
     pair = make_pair(make_engine(), make_engine())
     pair.connect()
     workers = set(pair.decode.hub.last_heard)
-    with Spoke(pair.decode.hub.address, identity=b"stranger") as stranger:
-        for message in (control.Ping(), control.Refused("go away"), control.PrefillFailed(1, "no", False)):
+    with Spoke(pair.decode.hub.address, b"stranger", codec=PREFILL) as stranger:
+        for message in (control.Ping(), control.Refused("go away"), control.PrefillFailed(1, "no", True)):
             stranger.send(message)
         pair.serve(texts[:3])
-        stranger.send(control.Hello(b"", ""))
+        stranger.send(control.Join(b"", ""))
         pair.turn_until(lambda: bool(stranger.receive(0.01)))
     assert set(pair.decode.hub.last_heard) == workers
-    assert [type(said) for said in pair.said["decode"]].count(control.Refused) == 1  # its Hello
+    assert [type(said) for said in pair.said["decode"]].count(control.Refused) == 1  # its Join
     assert "go away" not in str(pair.said["decode"])
 
 
@@ -61,7 +63,7 @@ def test_a_worker_whose_second_hello_is_refused_is_let_go(
     assert pair.prefill.link is not None
     pair.decode.submit(texts[-1])
     pair.decode.step()  # leased, and not yet written
-    pair.prefill.link.send(control.Hello(b"", ""))
+    pair.prefill.link.send(control.Join(b"", ""))
     pair.turn_until(lambda: texts[-1].rid in pair.results)
     assert "serves no longer" in pair.results[texts[-1].rid].error
     for _ in range(20):
@@ -76,8 +78,8 @@ def test_a_first_token_that_there_is_not_ends_its_request_alone(make_engine: Mak
     engine, other, said = make_engine(), make_engine(), list[control.Message]()
     server = DecodeServer(engine, said.append)
     try:
-        with Spoke(server.hub.address) as worker:
-            worker.send(control.Hello(other.channel.hello(), describe_model(other.config.model)))
+        with Spoke(server.hub.address, codec=PREFILL) as worker:
+            worker.send(control.Join(other.channel.hello(), describe_model(other.config.model)))
             server.submit(Request(7, [256, 1, 2], 3))
             for _ in range(3000):
                 if any(isinstance(message, control.Finished) for message in said):
