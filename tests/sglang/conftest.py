@@ -105,7 +105,7 @@ def peers(same_host_side: Any, sockets: Path) -> Iterator[list[Any]]:
 def sides(peers: list[Any], same_host_side: Any, request: pytest.FixtureRequest) -> Any:
     """The same module, when this process is hooked as `attach` does it where the setting is given."""
     from kvarena.plugin.engines.sglang.families.shapes import resolve
-    from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
+    from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
 
     registry = request.getfixturevalue("sglang").registry
     same_host.register_hooks(registry, resolve("sglang.srt.plugins.hook_registry.HookType").AROUND)

@@ -58,9 +58,9 @@ class Side:
 
     @property
     def path(self) -> Any:
-        from kvarena.plugin.engines.sglang.same_host.engine_hooks import path_of
+        from kvarena.plugin.engines.sglang.same_host.mooncake_hooks import transfers_of
 
-        return path_of(self.engine)
+        return transfers_of(self.engine)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Side:
     def tell(self) -> dict[str, Any]:
         from kvarena.plugin.engines.sglang.attach import handlers_of
         from kvarena.plugin.engines.sglang.families.shapes import resolve
-        from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
+        from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
 
         return {
             "session": self.session,

@@ -359,7 +359,7 @@ def test_a_same_host_path_that_will_not_end_does_not_hold_mooncakes_registration
 
     kv = manager(finalized)
     kv.register_buffer_to_engine()
-    monkeypatch.setattr("kvarena.plugin.engines.sglang.same_host.engine_hooks.step_aside", busy)
+    monkeypatch.setattr("kvarena.plugin.engines.sglang.same_host.mooncake_hooks.stop_transfers", busy)
     with pytest.raises(QuiesceTimeout):
         kv.deregister_buffer_to_engine()
     assert kv.engine.engine.held == {}

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from kvarena.plugin.engines.sglang.families.shapes import resolve
-from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
-from kvarena.plugin.engines.sglang.same_host.card import Card, path_of
+from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
+from kvarena.plugin.engines.sglang.same_host.session_file import SessionRecord, path_of
 from kvarena.pool.testing import no_leaks
 from kvarena.transfer import Region
 
@@ -119,7 +119,7 @@ def test_a_session_elsewhere_is_mooncakes_whatever_lies_in_the_directory(
     side: Any, peer: Any, sockets: Path
 ) -> None:
     session = "192.0.2.77:15000"
-    real = msgspec.json.decode(path_of(sockets, peer.told["session"]).read_bytes(), type=Card)
+    real = msgspec.json.decode(path_of(sockets, peer.told["session"]).read_bytes(), type=SessionRecord)
     msgspec.structs.replace(real, session=session).write(sockets)
     side.engine.engine = SimpleNamespace(batch_transfer_sync_write=lambda *given: given[0] == session and 0)
     assert side.manager._transfer_data(session, [side.block(peer, 0, 1)]) == 0
@@ -150,29 +150,29 @@ def test_registered_before_finalize_is_exported_again_after(make_side: Any, sock
     side.finalize()
     backed = side.bound.arena.backed_bytes
     assert side.path.ledger.registered_bytes == backed > sink
-    card = msgspec.json.decode(path_of(sockets, side.session).read_bytes(), type=Card)
-    assert card.regions == [(side.bound.arena.base, backed)]
+    record = msgspec.json.decode(path_of(sockets, side.session).read_bytes(), type=SessionRecord)
+    assert record.regions == [(side.bound.arena.base, backed)]
 
 
 def test_a_path_that_goes_takes_everything_along(side: Any, sockets: Path, peer: Any) -> None:
     side.step_down()
     with no_leaks():
         side.step_up()
-        socket_path, card = side.path.socket_path, path_of(sockets, side.session)
+        socket_path, record = side.path.socket_path, path_of(sockets, side.session)
         assert socket_path.is_socket()
-        assert card.stat().st_mode & 0o777 == 0o600
+        assert record.stat().st_mode & 0o777 == 0o600
         assert side.manager._transfer_data(peer.told["session"], [side.block(peer, 0, 1)]) == 0
         side.step_down()
         assert not socket_path.exists()
-        assert not card.exists()
+        assert not record.exists()
         assert side.bound.ledgers == ()
 
 
 def test_a_pool_that_closes_takes_the_path_along(side: Any, sockets: Path) -> None:
-    socket_path, card = side.path.socket_path, path_of(sockets, side.session)
+    socket_path, record = side.path.socket_path, path_of(sockets, side.session)
     side.bound.close()
     assert not socket_path.exists()
-    assert not card.exists()
+    assert not record.exists()
     assert side.bound.ledgers == ()
 
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from kvarena.plugin.engines.sglang.families.shapes import resolve
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
-from kvarena.plugin.engines.sglang.same_host.card import path_of
-from kvarena.plugin.engines.sglang.same_host.route import Route
+from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
+from kvarena.plugin.engines.sglang.same_host.peer_session import PeerSession
+from kvarena.plugin.engines.sglang.same_host.session_file import path_of
 from kvarena.pool import HostVmm
 from kvarena.pool.testing import FailingDriver
 from kvarena.transfer import TransferFailed, TransferTimeout
@@ -58,7 +58,7 @@ def test_a_peer_that_steps_down_and_up_is_attached_anew(
     session = peer.told["session"]
     assert own.manager._transfer_data(session, [own.block(peer, 0, 1)]) == 0
     if late:
-        monkeypatch.setattr(Route, "_lives", lambda route, reach: True)
+        monkeypatch.setattr(PeerSession, "_lives", lambda peer_session, peer: True)
     peer.ask("step_down")
     # Neither way leads there now.
     assert own.manager._transfer_data(session, [own.block(peer, 0, 2)]) != 0
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_is_carried_by_mooncake_once_and_warned_of_once(
 ) -> None:
     side, session = make_side(), peer.told["session"]
     faulty = side.path._engine = Faulty(side.path._engine, **FAILURES[how])
-    side.path._routes.clear()
+    side.path._sessions.clear()
     blocks = [side.block(peer, 2, 3), side.aux_block(peer), side.block(peer, 4, 5)]
     assert side.manager._transfer_data(session, blocks) == 0
     assert peer.page(3) == side.page(2)
@@ -183,7 +183,7 @@ def test_a_copy_that_never_ends_is_a_failure_and_not_written_twice(
     """Mooncake must not write what a copy may still write: the pages could be another request's by then."""
     side = make_side()
     side.path._engine = Faulty(side.path._engine, ends=TransferTimeout("same-host", "p", 30.0))
-    side.path._routes.clear()
+    side.path._sessions.clear()
     assert side.manager._transfer_data(peer.told["session"], [side.block(peer, 2, 3)]) == -1
     assert side.mooncake.batches == []
     assert "may hang" in warnings_in(caplog)[-1]

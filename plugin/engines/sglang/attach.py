@@ -164,7 +164,7 @@ def _register(choice: families.Choice) -> None:
         and runtime.settings is not None
         and runtime.settings.same_host
     ):
-        from kvarena.plugin.engines.sglang.same_host.engine_hooks import register_hooks
+        from kvarena.plugin.engines.sglang.same_host.mooncake_hooks import register_hooks
 
         register_hooks(registry, around)
 

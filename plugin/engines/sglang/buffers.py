@@ -24,7 +24,7 @@ def contiguous_buf_infos(original: Callable[[Any], Infos], self: Any) -> Infos:
     if bound is None:
         return original(self)
     if not bound.finalized:
-        runtime.say_once(
+        runtime.log_once(
             logging.WARNING,
             "kvarena: buffers are asked for before the pool is finalized: only the sink's "
             f"{bound.sink_bytes} bytes are reported; what is registered now is registered again later.",

@@ -31,7 +31,7 @@ def plan(original: Callable[[Any], bool], server_args: Any) -> bool:
     """
     if not config_view(server_args).enable_unified_memory:
         if runtime.attached:
-            runtime.say_once(
+            runtime.log_once(
                 logging.INFO,
                 "kvarena: nothing to do: --enable-unified-memory is off, and other pools are not touched.",
             )
@@ -49,7 +49,7 @@ def _decide(original: Callable[[Any], bool], server_args: Any) -> bool:
     refusals = refusals_of(original, server_args)
     for refusal in refusals:
         setting = f" ({refusal.setting})" if refusal.setting else ""
-        runtime.say_once(
+        runtime.log_once(
             logging.WARNING, f"kvarena: not sized after capture [{refusal.code}]: {refusal.reason}.{setting}"
         )
     runtime.planned = not refusals
@@ -103,13 +103,13 @@ def _say_what_has_no_effect(server_args: Any) -> None:
         return
     backend = cfg.disaggregation_transfer_backend if cfg.disaggregation_mode != "null" else None
     if set(settings.transfer) - {backend}:
-        runtime.say_once(
+        runtime.log_once(
             logging.WARNING,
             f"kvarena: KVARENA_TRANSFER={','.join(settings.transfer)} has no effect: SGLang transfers by "
             f"{backend or 'nothing'} here (--disaggregation-mode, --disaggregation-transfer-backend).",
         )
     if settings.same_host and backend != "mooncake":
-        runtime.say_once(
+        runtime.log_once(
             logging.WARNING,
             "kvarena: KVARENA_SAME_HOST has no effect: it is for prefill and decode servers with Mooncake "
             "(--disaggregation-mode, --disaggregation-transfer-backend mooncake).",
@@ -120,7 +120,7 @@ def _without_us(original: Callable[[Any], bool], server_args: Any) -> bool:
     """Stock's answer, except that a release that never resizes a unified pool must not plan to."""
     answer = original(server_args)
     if answer and runtime.family is not None and runtime.family.ignores_unified:
-        runtime.say_once(
+        runtime.log_once(
             logging.WARNING,
             "kvarena: SGLang's planner would drop the memory reserve for a unified pool that this "
             "release never resizes; the reserve is kept.",

@@ -12,7 +12,7 @@ from kvarena.plugin.closing import failures_of, raise_first
 from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
 from kvarena.plugin.engines.sglang.runtime import runtime
-from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
+from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
 from kvarena.pool.transaction import add_note
 from kvarena.transfer import MooncakeEngine, Region, RegistrationLedger, TransferEngine
 
@@ -53,7 +53,7 @@ def register_mooncake(original: Callable[[Any], None], self: Any) -> None:
     setattr(self, _ATTRIBUTE, registration)
     for region in getattr(self, _STAGING, ()):
         registration.add(region)
-    same_host.stand_behind(self, bound, registration.ledger)
+    same_host.start_transfers(self, bound, registration.ledger)
 
 
 def register_staging(original: Callable[[Any, int, int], None], self: Any, ptr: int, size: int) -> None:
@@ -83,7 +83,7 @@ def deregister_mooncake(original: Callable[[Any], None], self: Any) -> None:
         original(self)
         return
     try:
-        same_host.step_aside(self)
+        same_host.stop_transfers(self)
     finally:
         # What the same-host path still holds keeps the memory, not Mooncake's registrations.
         registration.close()

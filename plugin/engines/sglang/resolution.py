@@ -50,7 +50,7 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
     _pass(original, server_args, first)
     assert runtime.family is not None
     if first.promised and not resolve(runtime.family.planner.path)(server_args):
-        runtime.say_once(
+        runtime.log_once(
             logging.INFO,
             "kvarena: SGLang's arguments are resolved again, with the memory reserve that the pool needs.",
         )

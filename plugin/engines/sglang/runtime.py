@@ -69,7 +69,7 @@ class Runtime:
                 return pool
         return None
 
-    def say_once(self, level: int, message: str) -> None:
+    def log_once(self, level: int, message: str) -> None:
         """Log a line the first time only: SGLang asks its planner several times in each process."""
         with self._lock:
             if message in self._said:

@@ -63,18 +63,17 @@ def choose(release: str, *, experimental: bool = False, source: SglangSource | N
         The release's source; default: the installed one's.
     """
     known = [family for family in FAMILIES if release in family.releases]
+    choices = []
     try:
         source = source or SglangSource.installed()
-        choices = [_compare(family, release, source, experimental=experimental) for family in known[:1]]
-        for family in () if known else FAMILIES:
+        for family in known or FAMILIES:
             choices.append(_compare(family, release, source, experimental=experimental))
             if not choices[-1].reasons:
                 return choices[-1]
-    except (LookupError, SyntaxError, OSError, UnicodeError) as error:
+    except (SyntaxError, OSError, UnicodeError) as error:
         return Choice(reasons=(f"its source cannot be read ({error})",))
     # A new release that fits no family is compared with the one that it is most like.
-    nearest = min(choices, key=lambda choice: len(choice.reasons))
-    return Choice(reasons=nearest.reasons) if nearest.reasons else nearest
+    return Choice(reasons=min((choice.reasons for choice in choices), key=len))
 
 
 def support_of(family: Family, release: str, *, experimental: bool) -> Support:

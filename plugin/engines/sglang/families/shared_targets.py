@@ -8,6 +8,7 @@ __all__ = [
     "ALLOCATORS",
     "BACKPORT",
     "BUFFER_INFOS",
+    "MOVE_GATE",
     "NEEDS",
     "PLANNER",
     "REGISTRATION",
@@ -129,6 +130,16 @@ REGISTRATION = (
         handler="hicache:register_umbp_linker",
         use=Use.LINKER,
         optional=True,
+    ),
+)
+
+#: Since 0.5.20, the first release in which a pool that is sized after capture can be a decode server's.
+MOVE_GATE = (
+    Target(
+        f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate",
+        "scheduler",
+        handler="move_gate:move_gate",
+        use=Use.TRANSFERS,
     ),
 )
 

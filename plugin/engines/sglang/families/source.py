@@ -45,13 +45,13 @@ class SglangSource:
 
         Raises
         ------
-        LookupError
+        FileNotFoundError
             There is none.
         """
         found = importlib.util.find_spec("sglang")
         locations = [] if found is None else list(found.submodule_search_locations or ())
         if not locations:
-            raise LookupError("the package sglang is not installed")
+            raise FileNotFoundError("the package sglang is not installed")
         return cls(Path(locations[0]).parent)
 
     @classmethod

@@ -11,6 +11,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     ALLOCATORS,
     BACKPORT,
     BUFFER_INFOS,
+    MOVE_GATE,
     NEEDS,
     PLANNER,
     REGISTRATION,
@@ -83,7 +84,7 @@ FAMILY = _family(
     "0.5.20",
     "0.5.20",
     "0.5.20",
-    BUFFER_INFOS,
+    (*BUFFER_INFOS, *MOVE_GATE),
     resize_runner="self, *, draft_runners=()",
     compute="model_runner, *, draft_runners=()",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvarena.plugin.engines.sglang.families.shared_targets import (
     ALLOCATORS,
     BUFFER_INFOS,
+    MOVE_GATE,
     NEEDS,
     PLANNER,
     REGISTRATION,
@@ -38,6 +39,7 @@ FAMILY = Family(
             handler="finalize:finalize_backing",
         ),
         *BUFFER_INFOS,
+        *MOVE_GATE,
         *REGISTRATION,
         *STAGING,
     ),

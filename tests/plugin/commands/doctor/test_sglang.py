@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvarena.plugin.commands.doctor import sglang
 from kvarena.plugin.commands.doctor.findings import Finding
 from kvarena.plugin.commands.doctor.sglang import examine_sglang
 from kvarena.plugin.config import Settings
@@ -49,11 +50,28 @@ def _examine(arguments: str | None, *, enable: bool = True) -> list[Finding]:
     return list(examine_sglang(Settings(enable=enable), arguments))
 
 
-def test_a_release_with_other_shapes_runs_as_stock(install: Any) -> None:
+def test_a_release_with_other_shapes_runs_unmodified(install: Any) -> None:
     install("sglang", "9.9.9", modules={"sglang.__init__": ""})
     findings = _examine("--model-path x")
     assert {each.verdict for each in findings} == {"refused"}
     assert any("SGLang 9.9.9 runs unmodified" in each.what and "is missing" in each.what for each in findings)
+
+
+def test_what_was_never_tested_is_said() -> None:
+    found = {
+        "release": "9.9.9",
+        "problems": [],
+        "targets": ["a", "b"],
+        "support": "native",
+        "untested": "SGLang 9.9.9 was never tested",
+        "unfit": ["register has another body since 0.5.23"],
+    }
+    ok, untested, unfit = sglang._installation(found, enabled=True, judged=True)
+    assert (ok.verdict, untested.verdict, unfit.verdict) == ("ok", "note", "refused")
+    assert untested.what == "SGLang 9.9.9 was never tested"
+    assert untested.data["code"] == "untested"
+    assert "register has another body since 0.5.23" in unfit.what
+    assert unfit.data["setting"] == "--disaggregation-mode"
 
 
 def test_an_sglang_that_crashes_at_import_is_survived(install: Any) -> None:

@@ -14,7 +14,7 @@ from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
 from kvarena.plugin.engines.sglang.families.targets import Shape, Target
 from kvarena.plugin.engines.sglang.runtime import logger, runtime
-from kvarena.plugin.engines.sglang.same_host.path import SameHostPath
+from kvarena.plugin.engines.sglang.same_host.transfers import SameHostTransfers
 from kvarena.transfer import RegistrationLedger
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "hook_targets",
     "register_hooks",
     "send",
-    "stand_behind",
-    "step_aside",
+    "start_transfers",
+    "stop_transfers",
     "transfer_sync",
 ]
 
@@ -35,18 +35,18 @@ TRANSFERS = (
     Target(
         f"{_WRAPPER}.batch_transfer_sync",
         "self, session_id, buffers, peer_buffer_addresses, lengths",
-        handler="same_host.engine_hooks:batch_transfer_sync",
+        handler="same_host.mooncake_hooks:batch_transfer_sync",
     ),
     Target(
         f"{_WRAPPER}.transfer_sync",
         "self, session_id, buffer, peer_buffer_address, length",
-        handler="same_host.engine_hooks:transfer_sync",
+        handler="same_host.mooncake_hooks:transfer_sync",
     ),
 )
 #: Up to 0.5.21, the Mooncake sender drops the event that says when a cached prefix has been written. The
 #: handler passes every argument on, so the signature (which a decorator hides) does not matter.
 EARLY_SEND = Target(
-    f"{_CONN}.MooncakeKVSender.send", "self, *args, **kwargs", handler="same_host.engine_hooks:send"
+    f"{_CONN}.MooncakeKVSender.send", "self, *args, **kwargs", handler="same_host.mooncake_hooks:send"
 )
 _NEEDS = (Shape(f"{_WRAPPER}.get_session_id", "self"),)
 _REQUEST = f"{_CONN}.MooncakeKVManager.add_transfer_request"
@@ -91,10 +91,10 @@ def batch_transfer_sync(
     lengths: list[int],
 ) -> int:
     """Around ``MooncakeTransferEngine.batch_transfer_sync``: 0 only when every byte is there."""
-    path = path_of(self)
-    if path is None:
+    transfers = transfers_of(self)
+    if transfers is None:
         return original(self, session_id, buffers, peer_buffer_addresses, lengths)
-    return path.transfer(
+    return transfers.transfer(
         lambda src, dst, counts: original(self, session_id, src, dst, counts),
         session_id,
         buffers,
@@ -112,10 +112,10 @@ def transfer_sync(
     length: int,
 ) -> int:
     """Around ``MooncakeTransferEngine.transfer_sync``: a batch of one."""
-    path = path_of(self)
-    if path is None:
+    transfers = transfers_of(self)
+    if transfers is None:
         return original(self, session_id, buffer, peer_buffer_address, length)
-    return path.transfer(
+    return transfers.transfer(
         lambda src, dst, counts: original(self, session_id, src[0], dst[0], counts[0]),
         session_id,
         [buffer],
@@ -131,15 +131,15 @@ def send(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     sender, but only that of MoRI waits for it; a slow network hides that, a copy at once would not.
     """
     event = getattr(self, "_early_send_wait_event", None)
-    path = None if event is None else path_of(getattr(self.kv_mgr, "engine", None))
-    if path is not None:
+    transfers = None if event is None else transfers_of(getattr(self.kv_mgr, "engine", None))
+    if transfers is not None:
         self._early_send_wait_event = None
-        path.await_event(event)
+        transfers.await_event(event)
     return original(self, *args, **kwargs)
 
 
-def stand_behind(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) -> None:
-    """Put a path behind the Mooncake engine of a KV manager that has just registered. Never raises.
+def start_transfers(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) -> None:
+    """Put same-host transfers behind the Mooncake engine of a manager that has registered. Never raises.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def stand_behind(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) 
         return
     engine = manager.engine
     try:
-        step_aside(manager)
+        stop_transfers(manager)
         unhooked = _not_applied()
         if unhooked:
             logger.warning(
@@ -164,36 +164,36 @@ def stand_behind(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) 
             )
             return
         role = getattr(getattr(manager, "disaggregation_mode", None), "value", None)
-        path = SameHostPath(
+        transfers = SameHostTransfers(
             bound, str(engine.get_session_id()), mooncake.traffic, settings, sends=role != "decode"
         )
-        setattr(engine, _ATTRIBUTE, path)
+        setattr(engine, _ATTRIBUTE, transfers)
     except Exception as error:  # noqa: BLE001 - an accelerator must not keep a server from starting
         logger.warning(
-            "kvarena: no same-host path, Mooncake carries everything: %s",
+            "kvarena: no same-host transfers, Mooncake carries everything: %s",
             error,
             exc_info=not _is_ours(error),
         )
 
 
-def step_aside(manager: Any) -> None:
-    """Take the path away, when a KV manager unregisters.
+def stop_transfers(manager: Any) -> None:
+    """Take the same-host transfers away, when a KV manager unregisters.
 
     Raises
     ------
     RegistrationError, QuiesceTimeout
         Peers or copies hold the memory still.
     """
-    path = path_of(manager.engine)
-    if path is not None:
+    transfers = transfers_of(manager.engine)
+    if transfers is not None:
         delattr(manager.engine, _ATTRIBUTE)
-        path.close()
+        transfers.close()
 
 
-def path_of(engine: Any) -> SameHostPath | None:
-    """The path behind one of SGLang's Mooncake engine objects."""
-    path = getattr(engine, "__dict__", {}).get(_ATTRIBUTE)
-    return path if isinstance(path, SameHostPath) else None
+def transfers_of(engine: Any) -> SameHostTransfers | None:
+    """The same-host transfers behind one of SGLang's Mooncake engine objects."""
+    transfers = getattr(engine, "__dict__", {}).get(_ATTRIBUTE)
+    return transfers if isinstance(transfers, SameHostTransfers) else None
 
 
 def _not_applied() -> list[str]:

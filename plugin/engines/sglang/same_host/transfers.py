@@ -14,8 +14,8 @@ from kvarena.errors import KvArenaError
 from kvarena.hooks.ledgers import Follower
 from kvarena.plugin.closing import failures_of
 from kvarena.plugin.engines.sglang.runtime import logger
-from kvarena.plugin.engines.sglang.same_host.card import Card, name_of
-from kvarena.plugin.engines.sglang.same_host.route import Reach, Route
+from kvarena.plugin.engines.sglang.same_host.peer_session import AttachedPeer, PeerSession
+from kvarena.plugin.engines.sglang.same_host.session_file import SessionRecord, name_of
 from kvarena.pool.transaction import add_note
 from kvarena.transfer import Region, RegistrationLedger, SameHostEngine, TransferTimeout
 from kvarena.transfer.protocol import Int64
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvarena.plugin.config import Settings
     from kvarena.plugin.engines.sglang.bound import SglangPool
 
-__all__ = ["SameHostPath"]
+__all__ = ["SameHostTransfers"]
 
 Mooncake = Callable[[list[int], list[int], list[int]], int]
 """SGLang's own call for a part of a batch, with its return code."""
@@ -37,7 +37,7 @@ _FAILED = -1
 
 
 @final
-class SameHostPath(Follower):
+class SameHostTransfers(Follower):
     """The same-host engine of one arena, reached by a Mooncake session's name. Any thread may transfer.
 
     Writes go to addresses, as SGLang's protocol has them: its decode side leases pages by sending
@@ -46,7 +46,7 @@ class SameHostPath(Follower):
 
     Parameters
     ----------
-    bound : BoundPool
+    bound : SglangPool
         Whose arena is served, in both directions.
     session : str
         Ours, as peers know it.
@@ -66,9 +66,9 @@ class SameHostPath(Follower):
         self._timeout = max(settings.transfer_timeout, _LONGEST_COPY_SECONDS)
         self._identity = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._routes: dict[str, Route] = {}
+        self._sessions: dict[str, PeerSession] = {}
         self._events: list[Any] = []
-        self._card: Card | None = None
+        self._record: SessionRecord | None = None
         directory = None if settings.socket_dir is None else Path(settings.socket_dir)
         self._engine = SameHostEngine(
             bound.arena,
@@ -97,15 +97,15 @@ class SameHostPath(Follower):
 
     def moved(self, ledger: RegistrationLedger) -> None:
         """Tell peers what is exported now."""
-        card = Card.of(self.session, self._identity, self._engine.describe(), ledger.regions)
-        card.write(self._directory)
-        self._card = card
+        record = SessionRecord.of(self.session, self._identity, self._engine.describe(), ledger.regions)
+        record.write(self._directory)
+        self._record = record
 
     def withdrawing(self, ledger: RegistrationLedger) -> None:
         """First, so that a peer whose copy is refused sees that nothing is wrong here."""
-        if self._card is not None:
-            self._card.remove(self._directory)
-            self._card = None
+        if self._record is not None:
+            self._record.remove(self._directory)
+            self._record = None
 
     def failed(self, ledger: RegistrationLedger, error: Exception) -> None:
         """The path ends, and the server goes on without it."""
@@ -146,17 +146,17 @@ class SameHostPath(Follower):
             0, or Mooncake's code.
         """
         self._wait_for_events()
-        reach = self._route(session).reach()
-        columns = None if reach is None else _columns(buffers, peer_buffers, lengths)
-        if reach is None or columns is None:
+        peer = self._session_of(session).attached_peer()
+        columns = None if peer is None else _columns(buffers, peer_buffers, lengths)
+        if peer is None or columns is None:
             return self._by_mooncake(mooncake, list(buffers), list(peer_buffers), list(lengths))
         src, dst, counts = columns
-        fast = _within(src, counts, self.ledger.regions) & _within(dst, counts, reach.regions)
+        fast = _within(src, counts, self.ledger.regions) & _within(dst, counts, peer.regions)
         if not fast.any():
             return self._by_mooncake(mooncake, list(buffers), list(peer_buffers), list(lengths))
         mapped = src[fast], dst[fast], counts[fast]
         rest = [column[~fast].tolist() for column in columns]
-        return self._both(mooncake, session, reach, mapped, rest)
+        return self._both(mooncake, session, peer, mapped, rest)
 
     def close(self) -> None:
         """Unregister and stop listening; a second call does nothing.
@@ -173,7 +173,7 @@ class SameHostPath(Follower):
         self,
         mooncake: Mooncake,
         session: str,
-        reach: Reach,
+        peer: AttachedPeer,
         mapped: tuple[Int64, Int64, Int64],
         rest: list[list[int]],
     ) -> int:
@@ -185,7 +185,7 @@ class SameHostPath(Follower):
         failure: Exception | None = None
         # SGLang's transfer thread, and with it the server, would end with an exception of any kind.
         try:
-            pending = self._engine.submit(reach.key, *mapped)
+            pending = self._engine.submit(peer.key, *mapped)
         except Exception as error:  # noqa: BLE001
             failure = error
         try:
@@ -202,8 +202,8 @@ class SameHostPath(Follower):
             traffic.ended(int(mapped[2].sum()))
             return code
         traffic.failed()
-        self._route(session).failed(reach, failure)
-        if pending is not None and _flies(pending):
+        self._session_of(session).failed(peer, failure)
+        if pending is not None and _is_running(pending):
             logger.error(
                 "kvarena: a copy to session %s has not ended after %g s, the device may hang: %s",
                 session,
@@ -224,14 +224,16 @@ class SameHostPath(Follower):
             self._mooncake.failed()
         return code
 
-    def _route(self, session: str) -> Route:
-        route = self._routes.get(session)
-        if route is None:
+    def _session_of(self, session: str) -> PeerSession:
+        peer_session = self._sessions.get(session)
+        if peer_session is None:
             with self._lock:
-                route = self._routes.get(session)
-                if route is None:
-                    route = self._routes[session] = Route(self._engine, self._directory, session)
-        return route
+                peer_session = self._sessions.get(session)
+                if peer_session is None:
+                    peer_session = self._sessions[session] = PeerSession(
+                        self._engine, self._directory, session
+                    )
+        return peer_session
 
     def _wait_for_events(self) -> None:
         if not self._events:
@@ -264,7 +266,7 @@ def _within(starts: Int64, lengths: Int64, regions: Sequence[Region]) -> npt.NDA
     return inside
 
 
-def _flies(pending: Any) -> bool:
+def _is_running(pending: Any) -> bool:
     """Whether a copy may still write."""
     try:
         pending.wait(0.0)

@@ -1,4 +1,4 @@
-"""Cards of same-host sessions: found by name, believed only if they are ours; needs no SGLang."""
+"""Records of same-host sessions: found by name, believed only if they are ours; needs no SGLang."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ import socket
 from pathlib import Path
 
 import pytest
-from kvarena.plugin.engines.sglang.same_host.card import (
-    Card,
+from kvarena.plugin.engines.sglang.same_host.session_file import (
+    SessionRecord,
     is_this_host,
     name_of,
     path_of,
     read,
-    stamp_of,
+    version_of,
 )
 from kvarena.transfer import Region
 
 SESSION = "127.0.0.1:15000"
 
 
-def card(identity: str = "a", session: str = SESSION) -> Card:
-    return Card.of(session, identity, b"{}", (Region(4096, 8192),))
+def record(identity: str = "a", session: str = SESSION) -> SessionRecord:
+    return SessionRecord.of(session, identity, b"{}", (Region(4096, 8192),))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, SESSION) is None
-    assert stamp_of(tmp_path, SESSION) is None
-    card().write(tmp_path)
-    assert read(tmp_path, SESSION) == card()
-    assert card().connection() == b"{}"
+    assert version_of(tmp_path, SESSION) is None
+    record().write(tmp_path)
+    assert read(tmp_path, SESSION) == record()
+    assert record().connection() == b"{}"
     assert [path.name for path in tmp_path.iterdir()] == [path_of(tmp_path, SESSION).name]
     assert path_of(tmp_path, SESSION).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_new_card_has_a_new_stamp(tmp_path: Path) -> None:
-    card().write(tmp_path)
-    before = stamp_of(tmp_path, SESSION)
-    assert stamp_of(tmp_path, SESSION) == before
-    card().write(tmp_path)
-    assert stamp_of(tmp_path, SESSION) != before
+def test_a_new_record_is_a_new_version_of_the_file(tmp_path: Path) -> None:
+    record().write(tmp_path)
+    before = version_of(tmp_path, SESSION)
+    assert version_of(tmp_path, SESSION) == before
+    record().write(tmp_path)
+    assert version_of(tmp_path, SESSION) != before
 
 
-def test_a_successors_card_is_left_alone(tmp_path: Path) -> None:
-    card("a").write(tmp_path)
-    card("b").write(tmp_path)
-    card("a").remove(tmp_path)
-    assert read(tmp_path, SESSION) == card("b")
-    card("b").remove(tmp_path)
-    card("b").remove(tmp_path)
+def test_a_successors_record_is_left_alone(tmp_path: Path) -> None:
+    record("a").write(tmp_path)
+    record("b").write(tmp_path)
+    record("a").remove(tmp_path)
+    assert read(tmp_path, SESSION) == record("b")
+    record("b").remove(tmp_path)
+    record("b").remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_draft_that_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
     path_of(tmp_path, SESSION).with_suffix(".a.tmp").write_text("half")
-    card("a").write(tmp_path)
-    assert read(tmp_path, SESSION) == card("a")
+    record("a").write(tmp_path)
+    assert read(tmp_path, SESSION) == record("a")
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_a_draft_that_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
     [b"", b"{", b"[]", b'{"session": 1}', b"\xff" * 64, b" " * (2 << 20)],
     ids=["empty", "cut", "list", "types", "binary", "huge"],
 )
-def test_what_makes_no_sense_is_no_card(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_makes_no_sense_is_not_a_record(tmp_path: Path, content: bytes) -> None:
     path_of(tmp_path, SESSION).write_bytes(content)
     assert read(tmp_path, SESSION) is None
 
 
-def test_another_sessions_card_or_version_is_not_used(
+def test_another_sessions_record_or_version_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    card(session="127.0.0.1:15001").write(tmp_path)
+    record(session="127.0.0.1:15001").write(tmp_path)
     os.rename(path_of(tmp_path, "127.0.0.1:15001"), path_of(tmp_path, SESSION))
     assert read(tmp_path, SESSION) is None
     assert "127.0.0.1:15001" in caplog.text
@@ -80,7 +80,7 @@ def test_another_sessions_card_or_version_is_not_used(
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    card().write(elsewhere)
+    record().write(elsewhere)
     path_of(tmp_path, SESSION).symlink_to(path_of(elsewhere, SESSION))
     assert read(tmp_path, SESSION) is None
     path_of(tmp_path, SESSION).unlink()
@@ -89,8 +89,8 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_another_users_card_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    card().write(tmp_path)
+def test_another_users_record_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record().write(tmp_path)
     os.chown(path_of(tmp_path, SESSION), 65534, 65534)
     assert read(tmp_path, SESSION) is None
     assert "is no file of user 0" in caplog.text

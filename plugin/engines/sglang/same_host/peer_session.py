@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from kvarena.plugin.engines.sglang.runtime import logger
-from kvarena.plugin.engines.sglang.same_host import card as cards
+from kvarena.plugin.engines.sglang.same_host import session_file
 from kvarena.transfer import Region, SameHostEngine
 from kvarena.transfer.errors import TransferFailed
 
-__all__ = ["Reach", "Route"]
+__all__ = ["AttachedPeer", "PeerSession"]
 
 #: Codes of an engine whose peer has unregistered the destination, has gone, or is forgotten already.
 _MOVED = ("EFAULT", "peer", "ENOTCONN")
 
 
-class Reach(NamedTuple):
+class AttachedPeer(NamedTuple):
     """A peer whose arena is mapped here."""
 
     key: str
@@ -25,24 +25,24 @@ class Reach(NamedTuple):
     identity: str
     regions: tuple[Region, ...]
     """What may be written there, in the peer's own addresses."""
-    stamp: cards.Stamp
-    """Of the card that says all this."""
+    version: session_file.FileVersion
+    """Of the record that says all this."""
 
 
 @final
-class Route:
+class PeerSession:
     """One peer session.
 
     It is attached when it is first written to. An attempt or a copy that fails marks it slow, with one
     warning; it is tried again when another engine stands behind the session. That a peer takes its
-    registration back is no failure: its card goes first.
+    registration back is no failure: its record goes first.
 
     Parameters
     ----------
     engine : SameHostEngine
         Ours.
     directory : Path
-        Where cards lie.
+        Where records lie.
     session : str
         The peer's ``host:port``.
     """
@@ -51,72 +51,76 @@ class Route:
         self._engine = engine
         self._directory = directory
         self._session = session
-        self._here = cards.is_this_host(session)
+        self._here = session_file.is_this_host(session)
         # Attaching takes a while, and one attempt is enough for all of SGLang's threads.
         self._lock = threading.Lock()
-        self._reach: Reach | None = None
-        self._stamp: cards.Stamp | None = None
+        self._attached: AttachedPeer | None = None
+        self._version: session_file.FileVersion | None = None
         self._slow: str | None = None
 
-    def reach(self) -> Reach | None:
+    def attached_peer(self) -> AttachedPeer | None:
         """The peer if it can be written to through its mapped arena now; None: by Mooncake."""
         if not self._here:
             return None
         with self._lock:
-            stamp = cards.stamp_of(self._directory, self._session)
-            # A cleaner of old files may take a card away; the connection says whether its engine lives.
-            if self._reach is not None and self._lives(self._reach) and stamp in (None, self._stamp):
-                return self._reach
-            if stamp is None or (stamp == self._stamp and self._reach is None):
+            version = session_file.version_of(self._directory, self._session)
+            # A cleaner of old files may take a record away; the connection says whether its engine lives.
+            if (
+                self._attached is not None
+                and self._lives(self._attached)
+                and version in (None, self._version)
+            ):
+                return self._attached
+            if version is None or (version == self._version and self._attached is None):
                 return None
-            return self._attach(stamp)
+            return self._attach(version)
 
-    def failed(self, reach: Reach, error: Exception) -> None:
+    def failed(self, peer: AttachedPeer, error: Exception) -> None:
         """A copy did not end well: leave the peer, and unmap it once what is under way has ended."""
         with self._lock:
-            if self._has_moved(reach, error):
-                if self._reach == reach:  # else another thread has followed it already
-                    self._reach = None
+            if self._has_moved(peer, error):
+                if self._attached == peer:  # else another thread has followed it already
+                    self._attached = None
                 return
-            self._mark_slow(reach.identity, error)
-            if self._reach is not None and self._reach.identity != reach.identity:
+            self._mark_slow(peer.identity, error)
+            if self._attached is not None and self._attached.identity != peer.identity:
                 return  # a successor of the same name is attached by now
-            self._reach = None
+            self._attached = None
             try:
-                self._engine.disconnect(reach.key)
+                self._engine.disconnect(peer.key)
             except Exception:  # noqa: BLE001 - the request goes on by Mooncake
                 logger.exception("kvarena: session %s could not be let go.", self._session)
 
-    def _has_moved(self, reach: Reach, error: Exception) -> bool:
-        """Whether the peer let go of what `reach` says, and we heard of it too late."""
+    def _has_moved(self, peer: AttachedPeer, error: Exception) -> bool:
+        """Whether the peer let go of what `peer` says, and we heard of it too late."""
         heard = isinstance(error, TransferFailed) and error.code in _MOVED
-        return heard and cards.stamp_of(self._directory, self._session) != reach.stamp
+        return heard and session_file.version_of(self._directory, self._session) != peer.version
 
-    def _attach(self, stamp: cards.Stamp) -> Reach | None:
-        self._stamp, self._reach = stamp, None
-        card = cards.read(self._directory, self._session)
-        if card is None or card.identity == self._slow:
+    def _attach(self, version: session_file.FileVersion) -> AttachedPeer | None:
+        self._version, self._attached = version, None
+        record = session_file.read(self._directory, self._session)
+        if record is None or record.identity == self._slow:
             return None
         try:
-            key = self._engine.connect(card.connection())
+            key = self._engine.connect(record.connection())
         except Exception as error:  # noqa: BLE001 - whatever it is, SGLang's thread must go on by Mooncake
-            self._mark_slow(card.identity, error)
+            self._mark_slow(record.identity, error)
             return None
-        regions = tuple(Region(*region) for region in card.regions)
-        self._reach = Reach(key, card.identity, regions, stamp)
+        regions = tuple(Region(*region) for region in record.regions)
+        self._attached = AttachedPeer(key, record.identity, regions, version)
         logger.info(
             "kvarena: session %s is on this host: its %d registered bytes are written through mapped memory.",
             self._session,
             sum(region.nbytes for region in regions),
         )
-        return self._reach
+        return self._attached
 
-    def _lives(self, reach: Reach) -> bool:
+    def _lives(self, peer: AttachedPeer) -> bool:
         try:
-            return self._engine.peer(reach.key).gone is None
+            return self._engine.peer(peer.key).gone is None
         except TransferFailed:
-            # Its card may be the same: an engine that died leaves it. Another look is due.
-            self._stamp = None
+            # Its record may be the same: an engine that died leaves it. Another look is due.
+            self._version = None
             return False
 
     def _mark_slow(self, identity: str, error: Exception) -> None:

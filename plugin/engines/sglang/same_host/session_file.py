@@ -1,4 +1,4 @@
-"""How a sender finds the same-host engine behind a Mooncake session: a card in the owner-only directory.
+"""How a sender finds the same-host engine behind a Mooncake session: a record in the owner-only directory.
 
 SGLang's own messages carry a session (``host:port``) and addresses, and nothing of ours is added to them.
 """
@@ -19,16 +19,16 @@ import msgspec
 from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.transfer import Region
 
-__all__ = ["Card", "Stamp", "is_this_host", "name_of"]
+__all__ = ["FileVersion", "SessionRecord", "is_this_host", "name_of"]
 
 _FORMAT = "kvarena-sglang-session 1"
 _MAX_BYTES = 1 << 20
 
-Stamp = tuple[int, int, int]
-"""Inode, time and length of a card's file: another stamp is another card."""
+FileVersion = tuple[int, int, int]
+"""Inode, time and length of a record's file: another version is another record."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine behind a session says of itself; written anew whenever its registration moves."""
 
     session: str
@@ -42,8 +42,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     format: str = _FORMAT
 
     @classmethod
-    def of(cls, session: str, identity: str, description: bytes, regions: tuple[Region, ...]) -> Card:
-        """The card of an engine as it is now."""
+    def of(
+        cls, session: str, identity: str, description: bytes, regions: tuple[Region, ...]
+    ) -> SessionRecord:
+        """The record of an engine as it is now."""
         encoded = b64encode(description).decode()
         return cls(
             session=session,
@@ -83,12 +85,12 @@ def name_of(session: str) -> str:
 
 
 def path_of(directory: Path, session: str) -> Path:
-    """Where a session's card lies."""
-    return directory / f"{name_of(session)}.card.json"
+    """Where a session's record lies."""
+    return directory / f"{name_of(session)}.session.json"
 
 
-def stamp_of(directory: Path, session: str) -> Stamp | None:
-    """Whether there is a card, and which; one look at the file system."""
+def version_of(directory: Path, session: str) -> FileVersion | None:
+    """Whether there is a record, and which; one look at the file system."""
     try:
         found = os.lstat(path_of(directory, session))
     except OSError:
@@ -96,8 +98,8 @@ def stamp_of(directory: Path, session: str) -> Stamp | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def read(directory: Path, session: str) -> Card | None:
-    """The card of a session; None: there is none, or none of ours that makes sense."""
+def read(directory: Path, session: str) -> SessionRecord | None:
+    """The record of a session; None: there is none, or none of ours that makes sense."""
     path = path_of(directory, session)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,16 +108,18 @@ def read(directory: Path, session: str) -> Card | None:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 logger.warning("kvarena: %s is no file of user %d; it is not used.", path, os.geteuid())
                 return None
-            card = msgspec.json.decode(file.read(_MAX_BYTES), type=Card)
+            record = msgspec.json.decode(file.read(_MAX_BYTES), type=SessionRecord)
     except OSError:
         return None
     except msgspec.MsgspecError as error:
         logger.warning("kvarena: %s is not used: %s.", path, error)
         return None
-    if card.format != _FORMAT or card.session != session:
-        logger.warning("kvarena: %s is not used: it is a %r of session %s.", path, card.format, card.session)
+    if record.format != _FORMAT or record.session != session:
+        logger.warning(
+            "kvarena: %s is not used: it is a %r of session %s.", path, record.format, record.session
+        )
         return None
-    return card
+    return record
 
 
 def is_this_host(session: str) -> bool:
