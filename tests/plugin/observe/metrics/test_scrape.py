@@ -29,6 +29,7 @@ from kvarena.plugin.observe.status.model import PoolLabels, PoolStatus
 from kvarena.plugin.observe.status.reporter import StatusReporter
 from kvarena.plugin.observe.timeline import Timeline
 from kvarena.pool import MHASubPoolSpec, SizingRequest, UnifiedSWATokenToKVPoolAllocator, resize_for
+from kvarena.transfer.pages.lease import LeaseTable
 from kvarena.transfer.registration.traffic import Traffic
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -286,3 +287,12 @@ def test_without_a_port_prometheus_is_not_even_imported() -> None:
         "sys.exit('prometheus_client' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0
+
+
+def test_pages_that_a_peer_has_written_are_counted_when_their_lease_completes() -> None:
+    received: list[str] = []
+    table = LeaseTable(on_complete=lambda lease: received.append(lease.request))
+    leases = [table.grant(request, {"full": [page]}, epoch=1) for page, request in enumerate("ab", start=1)]
+    table.revoke("a", "cancelled")
+    table.complete("b", leases[1].serial)
+    assert received == ["b"]
