@@ -16,8 +16,9 @@ from doc_pages import ROOT, code_spans, table
 from kvarena.errors import KvArenaError
 from kvarena.plugin.config import Settings
 from kvarena.plugin.lifecycle import PoolLifecycle
-from kvarena.plugin.observe.metrics import ArenaCollector
-from kvarena.plugin.observe.status.model import EngineStatus, PoolStatus, SubPoolStatus
+from kvarena.plugin.observe.metrics import LABELS, ArenaCollector
+from kvarena.plugin.observe.status.model import EngineStatus, PoolLabels, PoolStatus, SubPoolStatus
+from kvarena.plugin.observe.tally import Tally
 from kvarena.plugin.observe.timeline import Event
 from kvarena.pool import (
     MHASubPoolSpec,
@@ -26,6 +27,7 @@ from kvarena.pool import (
     resize_for,
 )
 from kvarena.pool import refusals as pool_refusals
+from kvarena.transfer.registration.traffic import Traffic
 
 GUIDE = ROOT / "docs" / "operator.md"
 CODE = ("errors", "hooks", "plugin", "pool", "transfer")
@@ -104,18 +106,29 @@ def test_every_metric_has_its_type_and_labels() -> None:
         live_pages=1,
         free_pages=0,
     )
-    engine = EngineStatus(name="mooncake", registered_bytes=1, regions=((0, 1),), epoch=1, in_flight=0)
+    engine = EngineStatus(
+        name="mooncake",
+        registered_bytes=1,
+        regions=((0, 1),),
+        epoch=1,
+        in_flight=0,
+        transfer_seconds=Traffic().seconds,
+        transfer_sizes=Traffic().sizes,
+    )
     pool = PoolStatus(
         state="serving", tokens=1, requests=1, torch_cached_bytes=1, sub_pools=(sub_pool,), engines=(engine,)
     )
     events = [Event("refused", None, None, 0.0, 0.0, {"code": "efa"}), Event("finalized", 1, 0, 1.0, 0.0)]
     # Only where the figures come from is made up: every optional one is there.
-    reporter: Any = SimpleNamespace(pool_status=lambda: pool, timeline=SimpleNamespace(events=events))
+    tally = Tally()
+    for event in events:
+        tally.add(event)
+    reporter: Any = SimpleNamespace(pool_status=lambda: pool, tally=tally, labels=PoolLabels(), name="decode")
     actual = {}
     for metric in ArenaCollector(reporter).collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         assert metric.samples, f"{name} has no sample, so its labels are not known"
-        labels = tuple(label for label in metric.samples[0].labels if label != "le")
+        labels = tuple(label for label in metric.samples[0].labels if label not in ("le", *LABELS))
         actual[name] = (metric.type, labels)
     assert described == actual
 

@@ -73,6 +73,6 @@ def test_the_wheel_holds_every_package_and_nothing_else(
         ours = {
             path.name
             for path in (ROOT / folder).iterdir()
-            if path.is_file() and path.suffix in (".py", ".pyi", ".typed", ".txt", ".json")
+            if path.is_file() and path.suffix in (".py", ".pyi", ".typed", ".txt", ".json", ".yaml")
         }
         assert inside == ours, package

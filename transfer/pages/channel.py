@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
@@ -166,7 +167,7 @@ class PageChannel:
             if isinstance(error, TransferFailed):
                 self.ledger.traffic.failed()
             raise
-        self.ledger.traffic.submitted()
+        self.ledger.traffic.submitted(peer)
         return transfer
 
     def admit(self, peer: str, lease: Lease) -> None:
@@ -180,6 +181,12 @@ class PageChannel:
         None: this engine does not tell a receiver, the sender's word has to do.
         """
         return None if self.leased is None else self.leased.expect(lease)
+
+    def count_received(self, lease: Lease) -> None:
+        """On the receiver's side: the pages of a lease have been written."""
+        self.ledger.traffic.received(
+            sum(len(pages) * self.manifest.sub_pool(name).page_bytes for name, pages in lease.pages.items())
+        )
 
     def take_back(self, lease: Lease, why: str) -> None:
         """On the receiver's side: let nobody write under a lease any more, if the engine can see to it."""
@@ -264,6 +271,7 @@ class _Gated:
         self._gate = ledger.gate
         self._traffic = ledger.traffic
         self._nbytes = 0
+        self._began = time.monotonic()
         self._lock = threading.Lock()
         # Until then it is about to begin; None after that: it did not.
         self._begun = threading.Event()
@@ -317,7 +325,7 @@ class _Gated:
 
     def _count_bytes(self) -> None:
         if self.forget():
-            self._traffic.ended(self._nbytes)
+            self._traffic.ended(self._nbytes, time.monotonic() - self._began)
 
     def _count_failure(self) -> None:
         if self.forget():

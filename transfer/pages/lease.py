@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from typing import Annotated
 
@@ -94,10 +94,15 @@ class LeaseTable:
     gate : Quiesce, optional
         Entered for as long as a lease is out, so that a ledger which must replace its regions
         waits for writers on other machines.
+    on_complete : callable, optional
+        Called with each lease whose pages have been written, such as `PageChannel.count_received`.
     """
 
-    def __init__(self, *, gate: Quiesce | None = None) -> None:
+    def __init__(
+        self, *, gate: Quiesce | None = None, on_complete: Callable[[Lease], None] | None = None
+    ) -> None:
         self._gate = gate
+        self._on_complete = on_complete
         self._changed = threading.Condition()
         self._serials = itertools.count(1)
         self._leases: dict[str, Lease] = {}
@@ -154,6 +159,8 @@ class LeaseTable:
         with self._changed:
             lease = self.check(request, serial)
             self._end(lease)
+        if self._on_complete is not None:
+            self._on_complete(lease)
         return lease
 
     def revoke(self, request: str, reason: str) -> Lease | None:

@@ -74,15 +74,18 @@ def examine(
     progress : callable, optional
         Takes a line before each part that takes long.
     """
-    from kvarena.plugin.commands.doctor import configuration, device, sglang, transfers
+    from kvarena.plugin.commands.doctor import configuration, device, sglang, start, transfers
     from kvarena.plugin.observe.status.files import directory_of
 
+    yield start.examine_version()
     settings, found_settings = configuration.examine_settings()
     yield from found_settings
+    yield from start.examine_start(settings)
     where = args.device or device.choose_device()
     progress(f"trying {where}")
     found = device.probe_device(where)
     yield from [found] if isinstance(found, Finding) else device.examine_device(found)
+    yield from start.examine_gpu_processes(where)
     yield from _running(settings)
     if not isinstance(found, Finding):
         for name in transfers.names(settings.transfer):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.errors import KvArenaError
 from kvarena.plugin.commands.doctor.findings import Finding
-from kvarena.plugin.config import Settings, load_settings
+from kvarena.plugin.config import Settings, load_settings, service_variables
 
 if TYPE_CHECKING:
     from kvarena.pool import Refusal
@@ -31,7 +31,12 @@ def examine_settings(
         if getattr(settings, name) != getattr(Settings(), name)
     ]
     what = ", ".join(changed) if changed else "all at their defaults (see the operator guide)"
-    return settings, [Finding(topic="settings", verdict="ok", what=what), *_directory(settings)]
+    findings = [Finding(topic="settings", verdict="ok", what=what), *_directory(settings)]
+    injected = service_variables(environ)
+    if injected:
+        what = f"not settings, Kubernetes sets them for a Service: {', '.join(injected)}"
+        findings.append(Finding(topic="settings", verdict="note", what=what))
+    return settings, findings
 
 
 def examine_embedded(settings: Settings, found: dict[str, Any]) -> Iterator[Finding]:

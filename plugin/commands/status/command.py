@@ -36,11 +36,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         help="show it again every so many seconds (1), until Ctrl-C",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the arenas over time (.png, .svg)")
+    parser.add_argument("--plot", type=_file, metavar="FILE", help="draw the arenas over time (.png, .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the processes; 0 also when there is none.
+    """Show the processes; 0 also when there is none, 1 when there is none of the number that was asked for.
 
     Raises
     ------
@@ -53,17 +53,22 @@ def run(args: argparse.Namespace) -> int:
         found = find(directory)
         return [each for each in found if args.pid is None or _pid(each) == args.pid]
 
+    found: list[Found] = []
+
     if args.plot is not None:
         _plot(look(), directory, args.plot, args.pid)
     elif args.watch is not None:
         _watch(look, directory, args.watch, args.pid, as_json=args.json)
     elif args.json:
-        _write_json(look(), directory)
+        found = look()
+        _write_json(found, directory)
     else:
         from kvarena.plugin.commands.status.view import show
 
-        show(look(), directory, pid=args.pid)
-    return 0
+        found = look()
+        show(found, directory, pid=args.pid)
+    asked_once = args.plot is None and args.watch is None
+    return int(asked_once and args.pid is not None and not found)
 
 
 def _plot(found: Sequence[Found], directory: Path, path: Path, pid: int | None) -> None:
@@ -110,6 +115,12 @@ def _write_json(found: Sequence[Found], directory: Path) -> None:
 
 def _pid(found: Found) -> int | None:
     return None if found.status is None else found.status.identity.pid
+
+
+def _file(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name of the picture is empty: give a file such as arena.png")
+    return Path(text)
 
 
 def _seconds(text: str) -> float:

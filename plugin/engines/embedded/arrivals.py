@@ -59,7 +59,7 @@ class Arrivals:
         self._quarantine: list[Arrival] = []
         self._reclaimed: list[tuple[Arrival, Reclamation]] = []
         self._reclaimer = Reclaimer(engine.channel)
-        self.leases = LeaseTable(gate=engine.ledger.gate)
+        self.leases = LeaseTable(gate=engine.ledger.gate, on_complete=engine.channel.count_received)
 
     def __len__(self) -> int:
         return len(self._expected)

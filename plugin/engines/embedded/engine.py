@@ -22,6 +22,7 @@ from kvarena.plugin.engines.embedded.page_book import PageBook
 from kvarena.plugin.engines.embedded.peers import describe_pages, make_manifest
 from kvarena.plugin.engines.embedded.runner import StepRunner
 from kvarena.plugin.lifecycle import PoolLifecycle
+from kvarena.plugin.observe.status.model import PoolLabels
 from kvarena.pool import (
     MHASubPoolSpec,
     UnifiedSWATokenToKVPoolAllocator,
@@ -89,6 +90,7 @@ class Engine:
         self._notes: dict[str, Any] = {}
         self._problems: list[str] = []
         self.lifecycle = PoolLifecycle(settings, device=self.model.device, manager=manager, name=name)
+        self.lifecycle.reporter.labels = PoolLabels(role=name)
         try:
             self._start()
         except BaseException:

@@ -153,6 +153,10 @@ def _engine(ledger: RegistrationLedger, base: int) -> EngineStatus:
         transfers=ledger.traffic.transfers,
         transferred_bytes=ledger.traffic.nbytes,
         failures=ledger.traffic.failures,
+        received_bytes=ledger.traffic.received_nbytes,
+        peers=ledger.traffic.peers,
+        transfer_seconds=ledger.traffic.seconds,
+        transfer_sizes=ledger.traffic.sizes,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from kvarena.transfer.registration.traffic import Histogram
 
 __all__ = [
     "FORMAT",
     "ArenaHistory",
     "EngineStatus",
     "EventMark",
+    "PoolLabels",
     "PoolStatus",
     "ProcessIdentity",
     "ProcessStatus",
@@ -20,6 +22,16 @@ __all__ = [
 
 FORMAT = 1
 """Of the status file; a reader that finds another says so instead of guessing."""
+
+
+class PoolLabels(msgspec.Struct, frozen=True, kw_only=True):
+    """What tells the pools of a deployment apart on a dashboard; empty: not known."""
+
+    role: str = ""
+    """``"prefill"``, ``"decode"``, or empty for a server that does both."""
+    model: str = ""
+    rank: str = ""
+
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """Of bytes, pages and the like: a file that says less is none of ours."""
@@ -62,6 +74,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Submitted so far."""
     transferred_bytes: Count = 0
     failures: Count = 0
+    received_bytes: Count = 0
+    """Bytes of the pages that peers have written here."""
+    peers: dict[str, Count] = {}
+    """Transfers submitted for each peer."""
+    transfer_seconds: Histogram | None = None
+    transfer_sizes: Histogram | None = None
+    """In bytes."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +178,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolStatus
     locked: bool = False
     """Whether its process holds a lock on the file, which ends with the process."""
+    labels: PoolLabels = PoolLabels()
     refusals: tuple[str, ...] = ()
     """Codes of the reasons why the pool is not sized after capture."""
     metrics_address: str | None = None

@@ -16,9 +16,10 @@ from kvarena.plugin.config import Settings
 from kvarena.plugin.observe.status.collect import collect
 from kvarena.plugin.observe.status.files import StatusFile, clean, directory_of
 from kvarena.plugin.observe.status.identity import identity
-from kvarena.plugin.observe.status.model import ArenaHistory, PoolStatus, ProcessStatus
+from kvarena.plugin.observe.status.model import ArenaHistory, PoolLabels, PoolStatus, ProcessStatus
 from kvarena.plugin.observe.status.recorder import Recorder
 from kvarena.plugin.observe.status.usage import PageUsage, UsageSource, usage_of
+from kvarena.plugin.observe.tally import Tally
 from kvarena.plugin.observe.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class StatusReporter:
         self.name = name or _program()
         self.metrics_address: str | None = None
         """Where this process serves its metrics, for whoever reads the status."""
+        self.labels = PoolLabels()
+        """Role, model and rank, for metrics; set by the engine."""
+        self.tally = Tally()
+        """Counts of what has been decided so far."""
         self.resize: PostCaptureKVResize | None = None
         """The size that the engine serves with; None: not yet decided."""
         self.timeline = timeline
@@ -80,6 +85,8 @@ class StatusReporter:
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        for event in timeline.events:
+            self.tally.add(event)
         timeline.listeners.append(self._on_event)
 
     def begin(self, pool: UnifiedPool) -> None:
@@ -118,9 +125,8 @@ class StatusReporter:
             name=self.name,
             written_at=time.time(),
             pool=self.pool_status(),
-            refusals=tuple(
-                str(event.details.get("code")) for event in self.timeline.events if event.name == "refused"
-            ),
+            refusals=tuple(self.tally.refusals),
+            labels=self.labels,
             metrics_address=self.metrics_address,
             history=self.history(),
         )
@@ -145,6 +151,7 @@ class StatusReporter:
             self.timeline.listeners.remove(self._on_event)
 
     def _on_event(self, event: Event) -> None:
+        self.tally.add(event)
         self.record()
 
     def _run(self) -> None:

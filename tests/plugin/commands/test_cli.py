@@ -87,3 +87,8 @@ def test_a_path_that_is_no_text_is_in_the_json(environ: dict[str, str]) -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert os.fsencode(json.loads(done.stdout)["directory"]) == b"/no/\xff/kvarena"
+
+
+def test_the_version_is_told() -> None:
+    done = subprocess.run([*KVARENA, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.startswith("kvarena 0.")) == (0, True)

@@ -60,7 +60,7 @@ def test_a_process_in_words(serving: Any, capsys: pytest.CaptureFixture[str]) ->
 def test_another_number_does_not_say_that_nobody_runs(
     serving: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["status", "--pid", "1"]) == 0
+    assert main(["status", "--pid", "1"]) == 1
     assert "No kvarena process with the number 1 is running" in capsys.readouterr().out.replace("\n", " ")
     assert main(["status", "--pid", "1", "--plot", str(tmp_path / "x.png")]) == 2
     assert "no running kvarena process with the number 1" in capsys.readouterr().err.replace("\n", " ")
@@ -81,7 +81,7 @@ def test_one_process_of_several(serving: Any, serve: Any, capsys: pytest.Capture
     pid = serving.lifecycle.reporter.status().identity.pid
     assert main(["status", "--pid", str(pid)]) == 0
     assert "decode" in capsys.readouterr().out
-    assert main(["status", "--pid", "1"]) == 0
+    assert main(["status", "--pid", "1"]) == 1
     assert "No kvarena process" in capsys.readouterr().out
 
 
@@ -115,6 +115,7 @@ def test_plot(serving: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "why"),
     [
         (["--plot", "arena.png"], "nothing to draw"),
+        (["--plot", ""], "the name of the picture is empty"),
         (["--watch", "0"], "no number of seconds"),
         (["--watch", "soon"], "no number of seconds"),
         (["--pid", "x"], "invalid int"),

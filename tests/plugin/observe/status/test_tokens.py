@@ -100,9 +100,10 @@ def test_status_gauge_and_allocator_agree_to_the_token(directory: Path) -> None:
 
         status = lifecycle.reporter.pool_status()
         registry = make_registry(lifecycle.reporter)
-        gauge = registry.get_sample_value("kvarena_capacity_tokens")
+        labels = {"role": "", "model": "", "rank": "", "pool": lifecycle.reporter.name}
+        gauge = registry.get_sample_value("kvarena_capacity_tokens", labels)
         assert allocatable == tokens == status.tokens == gauge
-        assert status.requests == registry.get_sample_value("kvarena_capacity_requests") == requests
+        assert status.requests == registry.get_sample_value("kvarena_capacity_requests", labels) == requests
         assert [(each.name, each.unit) for each in status.sub_pools] == [
             ("full", "tokens"),
             ("mamba", "requests"),
