@@ -15,7 +15,7 @@ from kvarena.plugin.byte_sizes import parse_bytes
 from kvarena.plugin.commands import options
 from kvarena.plugin.commands.demo.hosts import TwoHosts
 from kvarena.plugin.commands.demo.report import DemoConsole
-from kvarena.plugin.commands.demo.run import Demo
+from kvarena.plugin.commands.demo.run import Demo, DemoOptions
 from kvarena.plugin.commands.demo.text_input import InputError, cut_into_prompts, read_text
 from kvarena.plugin.config import Settings, load_settings
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
@@ -95,7 +95,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", type=int, default=model.seed, metavar="N", help="of the weights (%(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="control port on 127.0.0.1 (default: a free one)"
+        "--port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="control port on 127.0.0.1, for which the processes share a secret (default: a Unix socket)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no secret for --port: every user of this host can then control the processes",
     )
     parser.add_argument(
         "--grow",
@@ -113,6 +122,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "iproute2 (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log what each process does to standard error"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both arenas over time (.png, .svg)")
 
 
@@ -135,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         config = config.evolve(reserved_bytes=max(config.planned_bytes(), limit))
     if args.plot is not None:
         check_picture(args.plot)
-    console = DemoConsole(quiet=args.json, requests=len(requests))
+    console = DemoConsole(quiet=args.json, progress=not args.verbose, requests=len(requests))
     with ExitStack() as around:
         hosts = around.enter_context(_two_hosts()) if args.hosts == 2 else None
         around.enter_context(console)
@@ -143,11 +155,15 @@ def run(args: argparse.Namespace) -> int:
             config,
             settings,
             requests,
-            decode_device=args.decode_device,
-            port=args.port,
+            DemoOptions(
+                decode_device=args.decode_device,
+                port=args.port,
+                insecure=args.insecure,
+                growth=(args.grow, growth) if growth else None,
+                hosts=hosts,
+                verbose=args.verbose,
+            ),
             on_event=console.event,
-            growth=(args.grow, growth) if growth else None,
-            hosts=hosts,
         )
         report = demo.run()
     console.report(report)
@@ -184,6 +200,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
     ):
         if not minimum <= value <= maximum:
             raise InputError(f"{name} is {value}.", fix=f"Give {minimum} to {maximum}.")
+    if args.plot is not None and not args.plot.name:
+        raise InputError("--plot does not name a file.", fix="Give a file such as arena.png.")
+    if args.insecure and not args.port:
+        raise InputError("--insecure is about --port; a Unix socket needs no secret.", fix="Leave it out.")
     if args.hosts == 2 and args.port:
         raise InputError("--port is of no use with --hosts 2, whose client has a Unix socket.")
     if args.decode_device is not None and "cpu" in (args.device, args.decode_device):

@@ -32,9 +32,11 @@ class DemoConsole:
         Print nothing at all (the report goes elsewhere).
     requests : int
         How many answers are to come from each side.
+    progress : bool
+        Whether to show bars while it works; they would mix with log lines.
     """
 
-    def __init__(self, *, quiet: bool, requests: int) -> None:
+    def __init__(self, *, quiet: bool, requests: int, progress: bool = True) -> None:
         self._out = Console(quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description:9}"),
@@ -44,6 +46,7 @@ class DemoConsole:
             TextColumn("{task.fields[what]}"),
             console=Console(stderr=True, quiet=quiet),
             transient=True,
+            disable=not progress,
         )
         self._tasks: dict[Role, TaskID] = {}
         for role in ROLES:

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from kvarena.errors import KvArenaError
@@ -14,7 +14,7 @@ from kvarena.plugin.commands.demo.growth import GrowthDriver
 from kvarena.plugin.commands.demo.hosts import TwoHosts
 from kvarena.plugin.commands.demo.text_input import InputError
 from kvarena.plugin.commands.demo.verdict import DemoReport, Findings, judge
-from kvarena.plugin.commands.demo.workers import GRACE_S, Workers
+from kvarena.plugin.commands.demo.workers import GRACE_S, INTERRUPTED_GRACE_S, Workers
 from kvarena.plugin.config import ConfigError, Settings
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.access import Access, local_endpoint, new_secret
@@ -24,7 +24,7 @@ from kvarena.plugin.engines.embedded.requests import Request, Result
 from kvarena.plugin.engines.embedded.worker import ROLES, Role, WorkerConfig
 from kvarena.plugin.observe.status.model import ArenaHistory
 
-__all__ = ["Demo", "StartupError"]
+__all__ = ["Demo", "DemoOptions", "StartupError"]
 
 _PAIR: Final[tuple[Role, ...]] = ("prefill", "decode")
 _STARTUP_S: Final = 120.0
@@ -33,6 +33,24 @@ _LOOPBACK: Final = "127.0.0.1"
 
 class StartupError(KvArenaError):
     """A worker refused its settings, or could not start."""
+
+
+class DemoOptions(NamedTuple):
+    """How a demo run differs from the shortest one."""
+
+    decode_device: str | None = None
+    """Where the decode worker runs; None: where the others do."""
+    port: int = 0
+    """Of a control socket on the loopback address; 0: a Unix socket in this user's own directory."""
+    insecure: bool = False
+    """Take control messages over TCP from any process of this host."""
+    growth: tuple[int, int] | None = None
+    """How often each pool grows and gives back while requests are served, and by how many bytes; the
+    requests are then served again and again until that has been done."""
+    hosts: TwoHosts | None = None
+    """Where the pair runs, entered by the caller; None: on this host."""
+    verbose: bool = False
+    """Let the workers log to this process's standard error."""
 
 
 class Demo:
@@ -45,19 +63,9 @@ class Demo:
     settings : Settings
         The operator's; names one transfer engine.
     requests : list of Request
-    decode_device : str, optional
-        Where the decode worker runs; by default where `config` says.
-    port : int
-        Of a control socket on the loopback address; 0: a Unix socket in this user's own directory.
-    insecure : bool
-        Take control messages over TCP from any process of this host.
+    options : DemoOptions, optional
     on_event : callable, optional
         Takes the role and each message of a worker, as it comes.
-    growth : (int, int), optional
-        How often each pool grows and gives back while requests are served, and by how many bytes; the
-        requests are then served again and again until that has been done.
-    hosts : TwoHosts, optional
-        Where the pair runs, entered by the caller; by default on this host.
 
     Raises
     ------
@@ -70,33 +78,32 @@ class Demo:
         config: EngineConfig,
         settings: Settings,
         requests: list[Request],
+        options: DemoOptions | None = None,
         *,
-        decode_device: str | None = None,
-        port: int = 0,
-        insecure: bool = False,
         on_event: Callable[[Role, control.Message], None] = lambda role, message: None,
-        growth: tuple[int, int] | None = None,
-        hosts: TwoHosts | None = None,
     ) -> None:
         if len(settings.transfer) != 1:
             raise ConfigError(
                 f"the demo moves pages with one transfer engine, {len(settings.transfer)} are set.",
                 fix="Give one name with --transfer.",
             )
+        options = options or DemoOptions()
+        device, hosts, port = options.decode_device, options.hosts, options.port
         self._config = config
-        self._decode_config = config if decode_device is None else config.evolve(device=decode_device)
+        self._decode_config = config if device is None else config.evolve(device=device)
+        self._verbose = options.verbose
         self._settings = settings
         self._requests = requests
         self._on_event = on_event
         self._hosts = hosts
-        self._growth = None if growth is None else GrowthDriver(*growth, self._send)
+        self._growth = None if options.growth is None else GrowthDriver(*options.growth, self._send)
         self._closing = ExitStack()
-        self._access = Access(secret="" if insecure else new_secret(), insecure=insecure)
+        self._access = Access("" if options.insecure else new_secret(), options.insecure)
         # A Unix socket is reached from the networks of both hosts, too.
         endpoint = _LOOPBACK if port else local_endpoint(settings)
         self._hub = Hub(endpoint, port, access=self._access)
         self._closing.callback(self._hub.close)
-        self._workers = Workers()
+        self._workers = Workers(verbose=options.verbose)
         self.histories: dict[Role, ArenaHistory] = {}
         """The arena of each worker over time, once it has ended."""
         self._ready: dict[Role, control.Ready] = {}
@@ -130,7 +137,7 @@ class Demo:
         InputError
             The prompts are more than the pool holds.
         """
-        began = time.monotonic()
+        began, grace_s = time.monotonic(), GRACE_S
         try:
             for role in _PAIR:
                 self._spawn(role)
@@ -150,8 +157,11 @@ class Demo:
                 ),
                 seconds=time.monotonic() - began,
             )
+        except BaseException:
+            grace_s = INTERRUPTED_GRACE_S
+            raise
         finally:
-            self._workers.end_all(set(self._stopped))
+            self._workers.end_all(set(self._stopped), grace_s)
             self._closing.close()
 
     def _serve(self) -> list[str]:
@@ -254,7 +264,7 @@ class Demo:
             settings = msgspec.structs.replace(settings, metrics_port=port)
         prefix = () if self._hosts is None else self._hosts.prefix(role)
         config = self._decode_config if role == "decode" else self._config
-        worker = WorkerConfig(role, config, settings, self._hub.address, self._access)
+        worker = WorkerConfig(role, config, settings, self._hub.address, self._access, self._verbose)
         self._workers.start(worker, prefix=prefix)
 
     def _send(self, role: Role, message: control.Message) -> None:
@@ -289,9 +299,8 @@ class Demo:
                 self._take(peer, message)
             if not messages:
                 for role in ended - self._stopped.keys():
-                    self._take(
-                        role.encode(), control.Stopped(self._workers.epitaph(role), refused=False, pool={})
-                    )
+                    what = self._workers.describe_end(role)
+                    self._take(role.encode(), control.Stopped(what, refused=False, pool={}))
 
     def _take(self, peer: bytes, message: control.Message) -> None:
         role = next((role for role in ROLES if role.encode() == peer), None)

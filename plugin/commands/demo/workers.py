@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Final
@@ -13,15 +14,24 @@ from typing import IO, Final
 import msgspec
 from kvarena.plugin.engines.embedded.worker import Role, WorkerConfig
 
-__all__ = ["Workers"]
+__all__ = ["GRACE_S", "INTERRUPTED_GRACE_S", "Workers"]
 
 GRACE_S: Final = 20.0
+#: What is left of that when the run is broken off, as by Ctrl-C.
+INTERRUPTED_GRACE_S: Final = 1.5
 
 
 class Workers:
-    """Processes of the embedded engine, one for each role."""
+    """Processes of the embedded engine, one for each role.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    verbose : bool
+        Whether they write to this process's standard error instead of to logs of their own.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._verbose = verbose
         self.processes: dict[Role, subprocess.Popen[bytes]] = {}
         self._logs: dict[Role, IO[bytes]] = {}
 
@@ -40,7 +50,7 @@ class Workers:
             [*prefix, sys.executable, "-m", "kvarena.plugin.engines.embedded.worker"],
             stdin=subprocess.PIPE,
             stdout=log,
-            stderr=log,
+            stderr=None if self._verbose else log,
             # One thread each: the workers share the cores, and a fixed number keeps the rounding the same.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -53,8 +63,8 @@ class Workers:
         """Whose process has ended."""
         return {role for role, process in self.processes.items() if process.poll() is not None}
 
-    def epitaph(self, role: Role) -> str:
-        """What is known of a process that ended without a word."""
+    def describe_end(self, role: Role) -> str:
+        """What is known of a process that ended without a message."""
         code = self.processes[role].returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log = self._logs[role]
@@ -62,14 +72,23 @@ class Workers:
         last = log.read().decode(errors="replace").strip().splitlines()[-1:]
         return f"it {how}" + (f"; its last line was: {last[0]}" if last and code >= 0 else ".")
 
-    def end_all(self, expected: set[Role]) -> None:
-        """Wait for those that are `expected` to end by themselves, end the others, and leave none."""
+    def end_all(self, expected: set[Role], grace_s: float = GRACE_S) -> None:
+        """End every process, and leave none.
+
+        Parameters
+        ----------
+        expected : set of str
+            The roles that end by themselves; the others are terminated.
+        grace_s : float
+            Seconds after which those that are left are killed.
+        """
+        end = time.monotonic() + grace_s
         for role, process in self.processes.items():
             if process.poll() is None and role not in expected:
                 process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(GRACE_S)
+                process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

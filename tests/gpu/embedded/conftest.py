@@ -1,4 +1,4 @@
-"""Small engines on a CUDA device."""
+"""Small engines on a CUDA device, and the same over the host driver: no test runs first on a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request
 from kvarena.transfer import Addresses, Pending, RecordingEngine, TransferEngine
 
-CONFIG = EngineConfig(
-    model=ModelConfig(window=48), device="cuda", page_size=16, chunk_pages=4, context_length=512
-)
+CONFIG = EngineConfig(model=ModelConfig(window=48), page_size=16, chunk_pages=4, context_length=512)
 POOL_BYTES = 12 << 20
 
 
@@ -47,22 +45,22 @@ class _OneEngine:
         return [self._engine]
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
+    return str(request.param)
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
+def make_engine(device: str) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as closing:
 
-        def make(
-            config: EngineConfig = CONFIG, *, eager_bytes: int | None = None, captured: bool = True
-        ) -> Engine:
-            plugins = (DefaultDrivers(), DefaultRefusals(), DefaultBudget(), _OneEngine(DeviceCopies()))
+        def make(*, eager_bytes: int | None = None, captured: bool = True) -> Engine:
+            transfer = DeviceCopies() if device == "cuda" else RecordingEngine()
+            plugins = (DefaultDrivers(), DefaultRefusals(), DefaultBudget(), _OneEngine(transfer))
             engine = Engine(
-                config,
+                CONFIG.evolve(device=device),
                 Settings(pool_bytes=POOL_BYTES),
                 eager_bytes=eager_bytes,
                 captured=captured,

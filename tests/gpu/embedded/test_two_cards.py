@@ -1,4 +1,7 @@
-"""The pair on two GPUs: pages go from one card to the other, and the tokens are those of one process."""
+"""The pair on two GPUs: pages go from one card to the other, and the tokens are those of one process.
+
+The same test runs once on the host, so that it never runs first on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from kvarena.transfer import EngineUnavailable
 pytestmark = pytest.mark.gpu
 
 
-def _needs(transfer: str) -> None:
-    if torch.cuda.device_count() < 2:
+def _needs(transfer: str, prefill: str) -> None:
+    if prefill != "cpu" and torch.cuda.device_count() < 2:
         pytest.skip("there is one CUDA device, or none")
     try:
         if transfer == "mooncake":
@@ -28,12 +31,19 @@ def _needs(transfer: str) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("transfer", ["mooncake", "nixl", "same-host"])
-@pytest.mark.parametrize("cards", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
+CARDS = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
+RUNS = [("same-host", ("cpu", "cpu"))] + [
+    (transfer, cards) for transfer in ("mooncake", "nixl", "same-host") for cards in CARDS
+]
+
+
+@pytest.mark.parametrize(("transfer", "cards"), RUNS)
 def test_demo(capsys: pytest.CaptureFixture[str], transfer: str, cards: tuple[str, str]) -> None:
-    _needs(transfer)
     prefill, decode = cards
-    options = ["--device", prefill, "--decode-device", decode, "--transfer", transfer]
+    _needs(transfer, prefill)
+    options = ["--device", prefill, "--transfer", transfer]
+    if decode != prefill:
+        options += ["--decode-device", decode]
     status = main(["demo", "--json", *options])
     report = json.loads(capsys.readouterr().out)
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kvarena.plugin.commands.demo.run import Demo
+from kvarena.plugin.commands.demo.run import Demo, DemoOptions
 from kvarena.plugin.config import Settings
+from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.config import EngineConfig, ModelConfig
 from kvarena.plugin.engines.embedded.requests import Request, prompt_tokens
+from kvarena.plugin.engines.embedded.worker import Role
 
 TEXT = b"What is on its way stays where it is. The numbers in the letters did not change. " * 3
 CONFIG = EngineConfig(
@@ -67,6 +69,7 @@ def make_demo() -> Callable[..., Demo]:
         socket_dir: str | None = None,
         headroom: int = 0,
         reserved_bytes: int | None = None,
+        on_event: Callable[[Role, control.Message], None] = lambda role, message: None,
         **more: object,
     ) -> Demo:
         settings = msgspec.structs.replace(
@@ -76,6 +79,7 @@ def make_demo() -> Callable[..., Demo]:
             socket_dir=socket_dir,
             headroom=headroom,
         )
-        return Demo(CONFIG.evolve(reserved_bytes=reserved_bytes), settings, requests, **more)  # type: ignore[arg-type]
+        config = CONFIG.evolve(reserved_bytes=reserved_bytes)
+        return Demo(config, settings, requests, DemoOptions(**more), on_event=on_event)  # type: ignore[arg-type]
 
     return make

@@ -27,6 +27,15 @@ def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
+@pytest.mark.parametrize("argument", ["--plot=", "--plot=/", "--plot=."])
+def test_plot_without_a_file_name_is_refused(capsys: pytest.CaptureFixture[str], argument: str) -> None:
+    assert "--plot does not name a file" in _refused(capsys, argument)
+
+
+def test_insecure_without_a_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--insecure is about --port" in _refused(capsys, "--insecure")
+
+
 def test_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "nowhere.txt"
     assert f"{path} cannot be read: No such file" in _refused(capsys, "--input", str(path))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +79,67 @@ def test_a_run_that_is_broken_off_takes_everything_down(
     assert demo.processes["prefill"].returncode == EXIT_FAILED
     assert demo.processes["decode"].returncode == EXIT_FAILED
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.is_socket()] == []
+
+
+@pytest.mark.parametrize("transfer", ["mooncake", "same-host"])
+def test_a_pair_that_is_paused_together_goes_on(
+    make_demo: Callable[..., Demo], requests: list[Request], tmp_path: Path, transfer: str
+) -> None:
+    os.chmod(tmp_path, stat.S_IRWXU)
+    paused: list[int] = []
+
+    def watch(role: Role, message: control.Message) -> None:
+        # As a snapshot of their machine does, longer than a silent peer is waited for (4.5 s).
+        if isinstance(message, control.Progress) and message.moved and not paused:
+            paused.extend(demo.processes[each].pid for each in ("prefill", "decode"))
+            for pid in paused:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(6.5)
+            for pid in paused:
+                os.kill(pid, signal.SIGCONT)
+
+    demo = make_demo(requests, timeout=6.0, transfer=transfer, socket_dir=str(tmp_path), on_event=watch)
+    report = demo.run()
+    assert paused
+    assert report.problems == []
+    assert report.ok
+
+
+def test_sigint_ends_a_run_within_two_seconds_though_a_worker_hangs(tmp_path: Path) -> None:
+    os.chmod(tmp_path, stat.S_IRWXU)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvarena.plugin.commands.cli", "demo", "--json", "--transfer", "same-host"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "KVARENA_SOCKET_DIR": str(tmp_path)},
+    )
+    try:
+        end = time.monotonic() + 60
+        while len(workers := _children(process.pid)) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        took = time.monotonic() - began
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGINT
+    assert took < 2.0 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    assert took < 10.0
+    assert b"Traceback" not in errors
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
