@@ -228,8 +228,8 @@ def make_plan(
         )
     if request.dp > 1:
         said.append(
-            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group,"
-            " which holds all of the attention's weights (counted as split over all ranks here)."
+            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group, "
+            "which holds all of the attention's weights (counted as split over all ranks here)."
         )
     if model.attention_heads and model.attention_heads % tp and not model.mla:
         said.append(
