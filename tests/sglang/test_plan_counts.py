@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvarena.plugin.commands.plan.capacity import Split, capacity
 from kvarena.plugin.commands.plan.load import load_config
 from kvarena.plugin.commands.plan.ranks import CacheDtypes, RankGeometry, rank_geometry
 from kvarena.plugin.commands.plan.read import read_model
@@ -134,3 +135,44 @@ def test_layers_with_attention_and_with_states_are_sglang_s(sglang: Any, name: s
     assert list(states.layers) == list(own_states)
     of_full = own.get_num_kv_heads(1) * (own.head_dim + own.v_head_dim) * 2
     assert Counter(full.layer_bytes) == {of_full: len(full.layers)}
+
+
+class _ServerArgs(SimpleNamespace):
+    """Every switch that a release has beside the stated ones is off."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "gemma-4-e2b", "gemma-3-27b", "mistral-7b-v0.1", "llama-3.1-70b"]
+)
+def test_tokens_of_a_budget_are_sglang_s(
+    rig: Any, rig_module: Any, runner_module: Any, name: str, tmp_path: Path
+) -> None:
+    """SGLang's own pool configurator, given the same bytes; kvarena counts the sink and alignment, too."""
+    own = own_config(name, tmp_path)
+    page, budget = 16, 64 << 30
+    runner_module._answer_for_the_device(rig.monkeypatch, budget)
+    kvc = runner_module.configurator(rig, rig_module, page)
+    layers = own.num_attention_layers
+    kvc.model_config, kvc.is_hybrid_swa = own, own.is_hybrid_swa
+    kvc.sliding_window_size = own.sliding_window_size
+    kvc.server_args = _ServerArgs(**vars(kvc.server_args))
+    kvc.layer_info = SimpleNamespace(
+        full_attention_layer_ids=getattr(own, "full_attention_layer_ids", None),
+        swa_attention_layer_ids=getattr(own, "swa_attention_layer_ids", None),
+        start_layer=0,
+        end_layer=layers,
+        num_effective_layers=layers,
+    )
+    solver = resolve("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(kvc)
+    theirs = solver.calculate_pool_sizes(budget, page)
+    _, rank = counted(name, rig.release.version)
+    ours = capacity([rank], budget, page_size=page, split=Split())
+    assert ours.tokens is not None
+    # The sink is one page of the larger kind, and the other kind starts at the next multiple of its own.
+    lost = -(-3 * rank.sink_bytes(page) // sum(pool.page_bytes(page) for pool in rank.sub_pools)) * page
+    assert 0 <= theirs.max_total_num_tokens - ours.tokens <= lost
+    if own.is_hybrid_swa:
+        assert 0 <= theirs.swa_max_total_num_tokens - (ours.window_tokens or 0) <= lost

@@ -228,8 +228,8 @@ def make_plan(
         )
     if request.dp > 1:
         said.append(
-            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group,"
-            " which holds all of the attention's weights (counted as split over all ranks here)."
+            f"Attention runs in {request.dp} groups of {tp} ranks: tokens and requests are of one group, "
+            "which holds all of the attention's weights."
         )
     if model.attention_heads and model.attention_heads % tp and not model.mla:
         said.append(
@@ -299,7 +299,10 @@ def _weights(
         )
     shares = [_share(rank, ranks, estimate) for rank in ranks]
     total = estimate.total if card.weights_bytes is None and estimate is not None else card.weights_bytes or 0
-    return tuple(int(total * share / request.tp) for share in shares)
+    # Groups of attention data parallelism hold all of the attention each; the rest is split over all ranks.
+    attention = estimate.attention / estimate.total if estimate is not None and estimate.total else 0.0
+    each = attention / request.attention_tp + (1 - attention) / request.tp
+    return tuple(int(total * share * each) for share in shares)
 
 
 def _share(rank: RankGeometry, ranks: Sequence[RankGeometry], estimate: WeightEstimate | None) -> float:

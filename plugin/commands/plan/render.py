@@ -193,5 +193,7 @@ def _gain_line(plan: CapacityPlan) -> Text | None:
         parts.append(f"{found['tokens']:+,} tokens{percent}")
     parts.append(f"{found['requests']:+,} requests")
     better = found["bytes"] > 0
-    label = "Gain" if plan.verdict is not None else "An engine that sizes after capture would gain"
+    label = "Gain" if found["bytes"] > 0 else "No gain"
+    if plan.verdict is None:
+        label = "An engine that sizes after capture would gain"
     return Text(f"{label}: {', '.join(parts)}.", style="bold green" if better else "bold yellow")

@@ -38,6 +38,8 @@ class WeightEstimate:
         Parameters altogether.
     bits : str
         What was taken for their width, in words.
+    attention : int
+        Bytes of the layers' attention and state mixers, which attention data parallelism does not split.
     least_bits, most_bits : float
         The narrowest and widest that the layers may be, as shares of what was taken; 1 where the file
         says their width.
@@ -49,6 +51,7 @@ class WeightEstimate:
     parameters: int
     bits: str
     towers: int = 0
+    attention: int = 0
     least_bits: float = 1.0
     most_bits: float = 1.0
 
@@ -108,7 +111,7 @@ def estimate_weights(model: ReadModel, *, towers: bool = True) -> WeightEstimate
         hidden = fields.need(*HIDDEN_KEYS)
         vocabulary = fields.count("vocab_size", "padded_vocab_size", maximum=MAX_TOKENS)
         widths = _widths(fields, model.top)
-        parameters = 0
+        parameters = attention = 0
         sizes = []
         for index, layer in enumerate(model.geometry.layers):
             mixers = _attention_parameters(fields, layer, hidden) + _state_parameters(layer, hidden)
@@ -116,6 +119,7 @@ def estimate_weights(model: ReadModel, *, towers: bool = True) -> WeightEstimate
             per_layer = 2 * hidden * (fields.count("hidden_size_per_layer_input", minimum=0) or 0)
             mixers += per_layer  # its gate and its projection
             parameters += mixers + dense + experts
+            attention += int(mixers * widths.attention)
             sizes.append(int(mixers * widths.attention + dense * widths.dense + experts * widths.expert))
     except ModelConfigError:
         return None
@@ -135,6 +139,7 @@ def estimate_weights(model: ReadModel, *, towers: bool = True) -> WeightEstimate
         parameters=parameters,
         bits=widths.words,
         towers=int(beside * widths.plain),
+        attention=attention,
         least_bits=widths.least,
         most_bits=widths.most,
     )

@@ -80,6 +80,9 @@ def test_a_given_fraction_leaves_nothing_to_gain_and_says_so(cli):
     arguments = ("--gpu-memory", "h100", "--mem-fraction-static", "0.88", "--engine", "none", "--json")
     outcome = cli(PLAIN, *arguments)
     assert outcome.data["gain"]["bytes"] < 0
+    shown = cli(*MEASURED, "--mem-fraction-static", "0.88").out
+    assert "No gain: -" in shown
+    assert "\nGain" not in shown
     assert any("mem_fraction_static" in note for note in outcome.data["notes"])
 
 

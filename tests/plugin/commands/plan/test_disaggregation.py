@@ -40,6 +40,14 @@ def test_groups_of_attention_keep_more_heads_on_a_rank(config_file, cli):
     assert (alone["kv_heads_per_rank"], grouped["kv_heads_per_rank"]) == (1, 4)
     assert grouped["bytes_per_token"] == 4 * alone["bytes_per_token"]
     assert any("tokens and requests are of one group" in note for note in data["notes"])
+
+    def weights(*arguments):
+        data = cli(config_file("qwen3-32b"), "--tp", 8, *arguments, "--gpu-memory", "h200", "--json").data
+        return data["stages"][0]["weights_bytes"]
+
+    # 64 layers of 5120 x (2 x 64 + 2 x 8) x 128 attention parameters, in 2 bytes, over 2 ranks instead of 8.
+    attention = 64 * 5120 * (2 * 64 + 2 * 8) * 128 * 2
+    assert weights("--dp-attention", 4) - weights() == pytest.approx(attention / 2 - attention / 8, rel=1e-6)
     refused = cli(config_file("qwen3-32b"), "--tp", 8, "--dp-attention", 3)
     assert refused.status == 2
     assert "--dp-attention 3 does not divide --tp 8" in refused.err
