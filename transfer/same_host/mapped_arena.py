@@ -27,9 +27,8 @@ class MappedArena:
 
     Parameters
     ----------
-    driver : MemoryDriver, optional
-        Of our device: mapping gives that device access. None: only take note of what the peer exports,
-        as its side makes the copies.
+    driver : MemoryDriver
+        Of our device: mapping gives that device access.
     peer : str
         For messages.
     peer_base, reserved_bytes : int
@@ -43,14 +42,14 @@ class MappedArena:
         The driver has no addresses for it.
     """
 
-    def __init__(self, driver: MemoryDriver | None, peer: str, peer_base: int, reserved_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, peer: str, peer_base: int, reserved_bytes: int) -> None:
         if peer_base + reserved_bytes >= 1 << 63:
             raise WireError(f"{reserved_bytes} bytes at {peer_base:#x} end past 2**63")
         self._driver = driver
         self._peer = peer
         self.peer_base = peer_base
         self._reserved_bytes = reserved_bytes
-        self.base = 0 if driver is None else driver.reserve(reserved_bytes)
+        self.base = driver.reserve(reserved_bytes)
         self._maps: dict[int, tuple[int, int, int]] = {}
         self._staged = _Staged()
         self.intervals = Intervals()
@@ -64,7 +63,7 @@ class MappedArena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
-        return 0 if self._driver is None else sum(nbytes for _, nbytes, _ in self._maps.values())
+        return sum(nbytes for _, nbytes, _ in self._maps.values())
 
     def stage(self, packet: Packet) -> bool:
         """Take note of one EXPORT packet, and own its descriptors; whether more of the update follows.
@@ -136,7 +135,7 @@ class MappedArena:
                 self._unmap(serial)
             except KvArenaError:
                 _log.exception("a part of %s's arena stays mapped", self._peer)
-        if self._driver is not None and self.base and not self._maps:
+        if self.base and not self._maps:
             try:
                 self._driver.release_reservation(self.base, self._reserved_bytes)
             except KvArenaError:
@@ -148,9 +147,6 @@ class MappedArena:
         serial, offset, nbytes, fd = added
         if serial in self._maps or nbytes == 0 or offset + nbytes > self._reserved_bytes:
             raise WireError(f"handle {serial} of {nbytes} bytes at offset {offset} does not fit")
-        if self._driver is None:
-            self._maps[serial] = (offset, nbytes, 0)
-            return
         try:
             handle = self._driver.import_fd(fd, nbytes)
             try:
@@ -164,11 +160,9 @@ class MappedArena:
 
     def _unmap(self, serial: int) -> None:
         offset, nbytes, handle = self._maps[serial]
-        if self._driver is not None:
-            self._driver.unmap(self.base + offset, nbytes)
+        self._driver.unmap(self.base + offset, nbytes)
         del self._maps[serial]
-        if self._driver is not None:
-            self._driver.release(handle)
+        self._driver.release(handle)
 
 
 class _Added(NamedTuple):

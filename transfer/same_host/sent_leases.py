@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
+from kvarena.transfer._batch import PageLease
 from kvarena.transfer.errors import LeaseError
 from kvarena.transfer.pages.plan import leased_ids
 from kvarena.transfer.protocol import Int64
 from kvarena.transfer.same_host.intervals import highest
 
-__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
+__all__ = ["LeaseKey", "LeasedPart", "SentLeases", "lease_digest"]
 
 LeaseKey = tuple[str, int]
 """Request and serial."""
@@ -24,25 +24,6 @@ _WHOLE = "has been written whole"
 _REMEMBERED = 1 << 16
 # Pages up to here are looked up in a map of that many bytes.
 _BITMAP_PAGES = 1 << 18
-
-
-class PageLease(Protocol):
-    """`kvarena.transfer.Lease`, as far as it is read here."""
-
-    @property
-    def request(self) -> str:
-        """Whose pages."""
-        ...
-
-    @property
-    def serial(self) -> int:
-        """Which lease of that request."""
-        ...
-
-    @property
-    def pages(self) -> Mapping[str, Sequence[int]]:
-        """Sub-pool name to page ids."""
-        ...
 
 
 def lease_digest(lease: PageLease) -> bytes:
