@@ -26,6 +26,7 @@ def default_directory() -> Path:
 
 def check_directory(directory: Path, *, create: bool = False) -> None:
     """Raise `SocketPathError` unless `directory` is ours, real, and closed to everyone else."""
+    _check_ancestors(directory)
     if create:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +72,25 @@ def _holds_ours_alone(directory: Path) -> bool:
         )
     except OSError:
         return False
+
+
+def _check_ancestors(directory: Path) -> None:
+    """Whoever may rename a directory above ours can put another one, or a link, in its place."""
+    above = Path(os.path.abspath(directory)).parents
+    real = Path(os.path.realpath(above[0])) if above else Path("/")
+    for each in {*above, real, *real.parents}:
+        try:
+            found = os.lstat(each)
+        except OSError:
+            continue  # it is to be made, or making it will say what is wrong
+        mode = stat.S_IMODE(found.st_mode)
+        shared = stat.S_ISDIR(found.st_mode) and mode & 0o022 and not mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.geteuid()) or shared:
+            why = (
+                f"lies below {each}, which user {found.st_uid} owns and which has mode {mode:04o}: "
+                "others can replace it"
+            )
+            raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

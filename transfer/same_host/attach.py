@@ -99,6 +99,7 @@ def attach(
             raise _unreachable(description, error) from error
         welcome = _next(sock, description)
         if welcome.kind is PacketKind.REFUSE:
+            welcome.close_fds()
             _raise_refusal(description, welcome.body)
         arena, ring = _check_welcome(welcome, description, profile, copier)
     except BaseException:
@@ -119,6 +120,8 @@ def attach(
                 raise _unreachable(description, f"timed out: it did not export its memory in {timeout:g} s")
             sock.settimeout(left)
             peer.handle(_next(sock, description))
+            if peer.gone is not None:
+                raise PeerRefused(description.name, "refused", peer.gone)
     except WireError as error:
         peer.close(str(error))
         raise PeerRefused(description.name, "description", str(error)) from error

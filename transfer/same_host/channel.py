@@ -54,7 +54,13 @@ class SocketLoop:
         self._wake_lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._selector.close()
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+            raise
 
     @property
     def is_current(self) -> bool:

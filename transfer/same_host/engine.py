@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy.typing as npt
 from kvarena.transfer._batch import PageBatch, PageLease
-from kvarena.transfer.errors import PageError, QuiesceTimeout, TransferFailed
+from kvarena.transfer.errors import EngineUnavailable, PageError, QuiesceTimeout, TransferFailed
 from kvarena.transfer.fork import close_in_children
 from kvarena.transfer.owner_only import default_directory
 from kvarena.transfer.pages.plan import page_ids
@@ -26,7 +27,7 @@ from kvarena.transfer.same_host.peers import Peers
 from kvarena.transfer.same_host.pending import SameHostPending
 from kvarena.transfer.same_host.profile import EngineProfile
 from kvarena.transfer.same_host.server import Server
-from kvarena.transfer.same_host.sockets import fresh_name, listen
+from kvarena.transfer.same_host.sockets import Listener, fresh_name, listen
 from kvarena.transfer.same_host.subscribers import Subscribers
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class SameHostEngine:
     SocketPathError
         The socket cannot be made there.
     EngineUnavailable
-        CUDA memory, but no Triton or driver to move it with.
+        CUDA memory, but no Triton or driver to move it with; or no descriptor or thread is left. Nothing
+        stays behind.
     """
 
     name = "same-host"
@@ -91,19 +93,29 @@ class SameHostEngine:
         self._exports = Exports(arena, self.name)
         self._subscribers = Subscribers(self._exports, self._changed)
         self._closed = False
-        listener = listen(directory or default_directory(), self.engine_name)
-        try:
-            self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
-            self._loop = SocketLoop(
-                f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier()
-            )
-        except BaseException:
-            listener.sock.close()
-            listener.path.unlink()
-            raise
         profile = EngineProfile(
             self.engine_name, secrets.token_hex(8), arena, manifest, connect_timeout, drain_timeout
         )
+        with contextlib.ExitStack() as undo:
+            try:
+                self._start(profile, listen(directory or default_directory(), self.engine_name), undo)
+            except (RuntimeError, OSError) as error:
+                raise EngineUnavailable(
+                    self.name,
+                    f"it could not be started ({error})",
+                    fix="Raise the limits of descriptors and processes (ulimit -n, ulimit -u).",
+                ) from error
+            undo.pop_all()
+        close_in_children(self)
+
+    def _start(self, profile: EngineProfile, listener: Listener, undo: contextlib.ExitStack) -> None:
+        """Start threads and listen; what `undo` holds takes it back."""
+        undo.callback(listener.path.unlink, missing_ok=True)
+        undo.callback(listener.sock.close)
+        self._copier = make_copier(profile.arena.driver, f"kvarena-copy-{self.engine_name}")
+        undo.callback(self._copier.close)
+        self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier())
+        undo.callback(self._loop.close)
         device = self._copier.identity()
         self._peers = Peers(profile, self._copier, self._exports, self._loop)
         self._server = Server(
@@ -114,7 +126,6 @@ class SameHostEngine:
             profile,
             lambda: profile.welcome(self._exports.epoch, device),
         )
-        close_in_children(self)
 
     @property
     def socket_path(self) -> Path:
@@ -139,7 +150,7 @@ class SameHostEngine:
         """See `TransferEngine.register`; connected peers are told at once."""
         with self._changed:
             self._exports.add([Region(*region) for region in regions])
-            self._subscribers.tell_all(fence=False)
+            self._subscribers.tell_all()
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """See `TransferEngine.unregister`. On return no peer writes or maps them, and we send none.
@@ -160,13 +171,13 @@ class SameHostEngine:
         with self._changed:
             self._exports.remove(regions)
             epoch = self._exports.epoch
-            self._subscribers.tell_all(fence=True)
+            self._subscribers.tell_all()
         try:
             self._peers.drain(self._drain_timeout)  # what was checked before, and started after
         except QuiesceTimeout:
             with self._changed:
                 self._exports.add(regions)
-                self._subscribers.tell_all(fence=False)
+                self._subscribers.tell_all()
             raise
         self._subscribers.wait_until_let_go(epoch, self._drain_timeout)
 
@@ -174,7 +185,7 @@ class SameHostEngine:
         """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
         with self._changed:
             if self._exports.refresh():
-                self._subscribers.tell_all(fence=True)
+                self._subscribers.tell_all()
 
     def describe(self) -> bytes:
         """See `TransferEngine.describe`."""
@@ -271,10 +282,14 @@ class SameHostEngine:
             return self._incoming.expect(lease, self._exports.epoch, sender)
 
     def revoke(self, lease: PageLease, why: str = "it was revoked") -> None:
-        """Take a lease back; on return no peer writes its pages, now or later."""
+        """Take a lease back; on return no peer writes its pages, now or later.
+
+        A lease that one sender has admitted, begun, or is expected from is taken back from that one alone:
+        others do not hold the caller up.
+        """
         key = (lease.request, lease.serial)
-        self._incoming.revoke(key, why)
-        self._subscribers.revoke(key, self._drain_timeout)
+        sender = self._incoming.revoke(key, why)
+        self._subscribers.revoke(key, sender, self._drain_timeout)
 
     def prepare(self, page_bytes: int) -> None:
         """Compile for pages of this size now, instead of in the first transfer."""
@@ -291,6 +306,7 @@ class SameHostEngine:
         self._incoming.lost(None, "this engine was closed")
         self._loop.close()
         self._copier.close()
+        self._peers.let_go()  # what outlasted its patience has ended now
         with self._changed:
             self._exports.close()
 

@@ -14,7 +14,7 @@ class PeerRefused(TransferFailed):
     ----------
     peer : str
         Its name, or the socket it was reached at.
-    code : {"uid", "version", "name", "manifest", "identity", "description", "unreachable"}
+    code : {"uid", "version", "name", "manifest", "identity", "description", "full", "refused", "unreachable"}
         Which check failed.
     why : str
         With the values of both sides.

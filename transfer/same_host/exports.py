@@ -118,11 +118,8 @@ class Exports:
             os.close(held.fd)
         self._held, self.regions, self.intervals = (), (), Intervals()
 
-    def update_for(self, known: Set[int], *, fence: bool) -> Iterator[ExportPage]:
-        """The packets that bring a peer from the handles that it knows to the present ones.
-
-        `fence`: the peer must end what it is writing before it follows, as a region has gone.
-        """
+    def update_for(self, known: Set[int]) -> Iterator[ExportPage]:
+        """The packets that bring a peer from the handles that it knows to the present ones."""
         held = {exported.serial: exported for exported in self._held}
         drop = [[serial] for serial in sorted(known - held.keys())]
         add = [held[serial] for serial in sorted(held.keys() - known)]
@@ -131,7 +128,6 @@ class Exports:
             batch, add = add[:FDS_PER_PACKET], add[FDS_PER_PACKET:]
             body: dict[str, Any] = {
                 "epoch": self.epoch,
-                "fence": fence or bool(drop),
                 "drop": drop[:_ROWS_PER_PACKET],
                 "add": [[e.serial, e.offset, e.nbytes] for e in batch],
                 "regions": regions[:_ROWS_PER_PACKET],

@@ -10,7 +10,7 @@ from kvarena.transfer._batch import PageLease
 from kvarena.transfer.errors import LeaseError, TransferError, TransferFailed, TransferTimeout
 from kvarena.transfer.same_host.copy.clock import await_clock
 from kvarena.transfer.same_host.errors import WireError
-from kvarena.transfer.same_host.ring import Record, Ring
+from kvarena.transfer.same_host.ring import RECORDS, Record, Ring
 from kvarena.transfer.same_host.sent_leases import LeaseKey, lease_digest
 
 __all__ = ["Incoming", "IncomingTable", "Source"]
@@ -164,9 +164,12 @@ class IncomingTable:
             self.bound(sender, key)
             self._fail(key, TransferFailed("same-host", sender, "sender", why, request=key[0]))
 
-    def revoke(self, key: LeaseKey, why: str) -> None:
-        """We do not want them any more."""
-        self._fail(key, LeaseError(key[0], why))
+    def revoke(self, key: LeaseKey, why: str) -> str | None:
+        """We do not want them any more; the only peer that may write them, if that is known."""
+        with self._lock:
+            incoming = self._waiting.get(key)
+            self._fail(key, LeaseError(key[0], why))
+            return None if incoming is None else incoming.sender
 
     def lost(self, gone: Source | None, why: str) -> None:
         """A peer is gone: what it had begun will not end. None: everything.
@@ -192,7 +195,11 @@ class IncomingTable:
 
     def _read(self, source: Source) -> None:
         try:
-            while (found := source.ring.next_ended()) is not None:
+            # A sender that keeps its ring full must not keep whoever waits.
+            for _ in range(RECORDS):
+                found = source.ring.next_ended()
+                if found is None:
+                    return
                 record, good = found
                 # Those of a lease that is not awaited (revoked since, or of none) count nowhere.
                 incoming = self._by_digest.get(record.digest)

@@ -20,6 +20,10 @@ __all__ = ["MappedArena"]
 
 _log = logging.getLogger(__name__)
 
+# What one update may name, and what may be mapped at one time: a peer that says more is not one of ours.
+_MAX_HANDLES = 4096
+_MAX_ROWS = 16384
+
 
 @final
 class MappedArena:
@@ -52,6 +56,7 @@ class MappedArena:
         self.base = driver.reserve(reserved_bytes)
         self._maps: dict[int, tuple[int, int, int]] = {}
         self._staged = _Staged()
+        self._regions: list[Region] = []
         self.intervals = Intervals()
         self.epoch = -1
 
@@ -74,17 +79,23 @@ class MappedArena:
             The packet contradicts itself; its descriptors stay the caller's.
         """
         body = packet.body
-        epoch, fence, more = field(body, "epoch", int), field(body, "fence", bool), field(body, "more", bool)
+        epoch, more = field(body, "epoch", int), field(body, "more", bool)
         added, dropped, regions = rows(body, "add", 3), rows(body, "drop", 1), rows(body, "regions", 2)
         if len(added) != len(packet.fds):
             raise WireError(f"{len(packet.fds)} descriptors for {len(added)} handles")
         staged = self._staged
+        rows_so_far = len(staged.dropped) + len(staged.regions) + len(dropped) + len(regions)
+        handles = len(self._maps) + len(staged.added) + len(added)
+        if rows_so_far > _MAX_ROWS or handles > _MAX_HANDLES:
+            raise WireError(
+                f"an update of {rows_so_far} rows and {handles} handles: more than {_MAX_ROWS} "
+                f"and {_MAX_HANDLES}"
+            )
         staged.dropped += [serial for (serial,) in dropped]
         staged.added += [
             _Added(row[0], row[1], row[2], fd) for row, fd in zip(added, packet.fds, strict=True)
         ]
         staged.regions += [Region(self.peer_base + offset, nbytes) for offset, nbytes in regions]
-        staged.fence |= fence
         staged.epoch = epoch
         return more
 
@@ -95,7 +106,7 @@ class MappedArena:
         ----------
         drain : callable
             Waits until nothing is being copied to the peer; called before anything is unmapped, or a
-            region ceases to be one.
+            region ceases to be one. Whether that is needed is decided here, not by the peer.
 
         Raises
         ------
@@ -105,8 +116,11 @@ class MappedArena:
             A handle cannot be mapped. After either error the arena must be closed.
         """
         staged, self._staged = self._staged, _Staged()
+        after = Intervals(staged.regions)
         try:
-            if staged.fence:
+            if staged.dropped or not all(
+                after.covers(region.address, region.end) for region in self._regions
+            ):
                 drain()
             for serial in staged.dropped:
                 if serial not in self._maps:
@@ -123,7 +137,7 @@ class MappedArena:
         for region in staged.regions:
             if not mapped.covers(region.address, region.end):
                 raise WireError(f"{region.nbytes} bytes are registered where no memory was exported")
-        self.intervals = Intervals(staged.regions)
+        self._regions, self.intervals = staged.regions, after
         self.epoch = staged.epoch
 
     def close(self) -> None:
@@ -179,7 +193,6 @@ class _Staged:
     added: list[_Added] = dataclass_field(default_factory=list)
     dropped: list[int] = dataclass_field(default_factory=list)
     regions: list[Region] = dataclass_field(default_factory=list)
-    fence: bool = False
     epoch: int = 0
 
     def close(self) -> None:

@@ -217,6 +217,10 @@ class Peer:
         else:
             raise WireError(f"a receiver sent {packet.kind.name}")
 
+    def let_go(self) -> bool:
+        """See `Push.let_go`."""
+        return self._push.let_go()
+
     def drain(self, timeout: float) -> bool:
         """Wait for what is under way now; whether it has ended."""
         return self._push.drain(timeout)

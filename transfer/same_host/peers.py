@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import final
 
@@ -27,6 +28,8 @@ class Peers:
         self._ours = SendingSide(copier, exports, loop, profile.drain_timeout, self._forget)
         self._connecting = threading.Lock()
         self._known: dict[str, Peer] = {}
+        # Those that are gone and under whose memory copies were still running.
+        self._undrained: list[Peer] = []
         self._closed = False
 
     def __getitem__(self, key: str) -> Peer:
@@ -75,14 +78,24 @@ class Peers:
 
     def drain(self, timeout: float) -> None:
         """Wait for all copies to all of them. Raises `QuiesceTimeout`."""
-        for peer in self.all:
+        for peer in (*self.all, *self._undrained):
             if not peer.drain(timeout):
                 raise QuiesceTimeout(
                     f"Transfers to {peer.name} did not end", in_flight=peer.in_flight, seconds=timeout
                 )
 
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Unmap the memory of those that are gone and were still written to, where that has ended."""
+        for peer in tuple(self._undrained):
+            if peer.let_go():
+                with contextlib.suppress(ValueError):  # another thread has seen it, too
+                    self._undrained.remove(peer)
+
     def look_at_copier(self) -> None:
         """Nobody may be waiting when the device dies: let the receivers know."""
+        self.let_go()
         why = self._copier.fault()
         if why is not None:
             for peer in self.all:
@@ -111,5 +124,7 @@ class Peers:
 
     def _forget(self, peer: Peer) -> None:
         """A peer is gone; its successor of the same name may be there already."""
+        if peer.in_flight:
+            self._undrained.append(peer)
         if self._known.get(peer.name) is peer:
             self._known.pop(peer.name, None)

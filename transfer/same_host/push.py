@@ -73,6 +73,7 @@ class Push:
         self.gone: str | None = None
         self._flying: deque[int] = deque()
         self._good_until: int | None = None
+        self._is_let_go = False
         try:
             self._word = copier.adopt(self._ring.address, self._ring.nbytes)
         except RuntimeError:
@@ -214,11 +215,7 @@ class Push:
             if self._good_until is None:
                 self._forget_ended()
                 self._good_until = self._flying[0] - 1 if self._flying else 1 << 62
-            if self.drain(self._drain_timeout):
-                self.arena.close()
-                self._copier.disown(self._ring.address)
-                self._ring.close()
-            else:
+            if not (self.drain(self._drain_timeout) and self.let_go()):
                 _log.error(
                     "%d copies of %s did not end within %g s: its memory stays mapped",
                     len(self._flying),
@@ -226,6 +223,19 @@ class Push:
                     self._drain_timeout,
                 )
             self.moved.notify_all()
+
+    def let_go(self) -> bool:
+        """Unmap the memory of a receiver that is gone, if no copy uses it any more; whether that is so."""
+        with self.lock:
+            self._forget_ended()
+            if self._flying:
+                return False
+            if not self._is_let_go:
+                self._is_let_go = True
+                self.arena.close()
+                self._copier.disown(self._ring.address)
+                self._ring.close()
+            return True
 
     def _started(self, number: int) -> None:
         self._flying.append(number)

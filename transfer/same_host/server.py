@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 # Connections that may say nothing at one time: each holds a descriptor of ours.
 _MAX_SILENT = 64
+# Senders that may be attached: each holds a descriptor, a ring, and descriptors of our handles under way.
+_MAX_ATTACHED = 256
 
 
 @final
@@ -179,6 +181,9 @@ class Server:
             return
         if before is not None:
             before.channel.close("it attached again")
+        elif sum(bool(other.name) for other in self._sessions) >= _MAX_ATTACHED:
+            self._refuse(session, "full", f"{_MAX_ATTACHED} senders are attached, which is the most")
+            return
         self._silent.pop(session, None)
         session.name, session.identity, channel = name, identity, session.channel
         ring, fd = Ring.make()

@@ -73,8 +73,9 @@ def listen(directory: Path, name: str) -> Listener:
         _sweep(directory)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            # Of the socket itself, before it has a path: to change the mode by a path would follow links.
+            os.fchmod(server.fileno(), 0o600)
             server.bind(str(path))
-            os.chmod(path, 0o600)
             server.listen(64)
         except OSError as error:
             server.close()

@@ -65,7 +65,7 @@ class Subscribers:
         """Tell one more what there is."""
         with self._changed:
             self._all.add(subscriber)
-            self._tell(subscriber, fence=False)
+            self._tell(subscriber)
 
     def remove(self, subscriber: Subscriber) -> None:
         """It is gone."""
@@ -85,13 +85,10 @@ class Subscribers:
             subscriber.revoking.discard(key)
             self._changed.notify_all()
 
-    def tell_all(self, *, fence: bool) -> None:
-        """Send every one what has changed; the caller holds the lock.
-
-        `fence`: they must end what they are copying before they follow, as a region has gone.
-        """
+    def tell_all(self) -> None:
+        """Send every one what has changed; the caller holds the lock."""
         for subscriber in list(self._all):
-            self._tell(subscriber, fence=fence)
+            self._tell(subscriber)
 
     def wait_until_let_go(self, epoch: int, timeout: float) -> None:
         """Wait until none maps or uses anything older; whoever does not answer is let go.
@@ -104,10 +101,18 @@ class Subscribers:
             "did not let go of memory that is given back",
         )
 
-    def revoke(self, key: LeaseKey, timeout: float) -> None:
-        """Tell every sender that a lease has ended, and wait until nobody writes under it."""
+    def revoke(self, key: LeaseKey, sender: str | None, timeout: float) -> None:
+        """Tell senders that a lease has ended, and wait until nobody writes under it.
+
+        Parameters
+        ----------
+        sender : str, optional
+            The only one that may write it, if that is known: then nobody else is asked or waited for.
+        """
         with self._changed:
             for subscriber in self._all:
+                if sender not in (None, subscriber.name):
+                    continue
                 subscriber.revoking.add(key)
                 with contextlib.suppress(ChannelClosed):
                     subscriber.channel.send(PacketKind.REVOKE, {"request": key[0], "serial": key[1]})
@@ -117,9 +122,9 @@ class Subscribers:
             "did not answer that a lease was revoked",
         )
 
-    def _tell(self, subscriber: Subscriber, *, fence: bool) -> None:
+    def _tell(self, subscriber: Subscriber) -> None:
         try:
-            for page in self._exports.update_for(subscriber.known_handles, fence=fence):
+            for page in self._exports.update_for(subscriber.known_handles):
                 subscriber.channel.send(PacketKind.EXPORT, page.body, page.fds)
         except ChannelClosed:
             return  # its end is on its way

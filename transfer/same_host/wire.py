@@ -102,7 +102,8 @@ def decode(data: bytes, fds: tuple[int, ...] = ()) -> Packet:
         raise WireError(f"protocol version {version}, ours is {VERSION}")
     try:
         named = PacketKind(kind)
-        body = json.loads(data[_HEADER.size :])
+        # Strictly UTF-8: left to itself, `json` takes other encodings, and halves of pairs as they are.
+        body = json.loads(data[_HEADER.size :].decode())
         if b"\\u" in data:
             json.dumps(body, ensure_ascii=False).encode()  # half of a pair is no text for anyone further on
     except (ValueError, RecursionError) as error:

@@ -124,7 +124,7 @@ def test_a_server_serves_after_all_of_it_and_leaks_nothing(server: SameHostEngin
     assert server.attached == ()
 
 
-GOOD = {"epoch": 1, "fence": False, "more": False, "drop": [], "add": [], "regions": []}
+GOOD = {"epoch": 1, "more": False, "drop": [], "add": [], "regions": []}
 
 
 @pytest.mark.parametrize(
