@@ -235,7 +235,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _remove_dead_sockets(directory: Path) -> None:
-    from kvarena.transfer.owner_only import remove_dead_sockets
+    from kvarena.transfer.same_host.sockets import remove_dead_sockets
 
     with contextlib.suppress(OSError):
         remove_dead_sockets(directory)
