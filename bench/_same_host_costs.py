@@ -13,6 +13,7 @@ from typing import Any
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _same_host_common import KIB, MIB, BenchLease, make_arena
+from kvarena.transfer import PageBatch
 from kvarena.transfer.pages.plan import page_ids
 from kvarena.transfer.protocol import Region
 from kvarena.transfer.same_host.engine import SameHostEngine
@@ -122,18 +123,18 @@ def submits(engine: SameHostEngine, peer: str, rng: np.random.Generator, pages: 
     for lease in leases:
         engine.admit(peer, lease)
     time.sleep(0.3)  # the other engine of this process reads all that
-    copier = known._way._copier
+    copier = known._push._copier
     idle = _Idle()
-    known._way._copier = idle
-    known._ring._words[8] = 1 << 40  # as if all was read
+    known._push._copier = idle
+    known._tickets.ring._words[8] = 1 << 40  # as if all was read
     cost(
         f"{pages} pages: submit_pages but for the copier",
-        lambda i: engine.submit_pages(peer, src, ids[i], PAGE, leases[i]),
+        lambda i: engine.submit_pages(peer, PageBatch(src, ids[i], PAGE, leases[i])),
     )
-    known._way._copier = copier
-    known._remote._flying.clear()
-    known._ring._words[8] = known._ring.started
-    cost("a pending made", lambda _i: SameHostPending(copier, 1, known._remote, 1, "r"))
+    known._push._copier = copier
+    known._push._flying.clear()
+    known._tickets.ring._words[8] = known._tickets.ring.started
+    cost("a pending made", lambda _i: SameHostPending(copier, 1, known._push, 1, "r"))
 
 
 class _Idle:

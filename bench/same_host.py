@@ -45,8 +45,8 @@ from _same_host_common import (
 )
 from _same_host_costs import COSTS, costs
 from kvarena.pool import Arena
+from kvarena.transfer import PageBatch
 from kvarena.transfer.protocol import Region
-from kvarena.transfer.same_host.direction import Direction
 from kvarena.transfer.same_host.engine import SameHostEngine
 
 WAYS = ("admitted", "first seen", "shuffled", "after 1 ms of rest")
@@ -63,9 +63,7 @@ def main() -> None:
     began = time.perf_counter()
     if options.host:
         section("what each step takes, one process", lambda: costs("host"))
-        section(
-            "two processes, host memory", lambda: engine_pair("host", "host", options.arena_mib * MIB, "push")
-        )
+        section("two processes, host memory", lambda: engine_pair("host", "host", options.arena_mib * MIB))
     else:
         print(f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}, torch {torch.__version__}")
         if not options.skip_kernel:
@@ -75,11 +73,7 @@ def main() -> None:
         if torch.cuda.device_count() > 1:
             pairs.append(("two GPUs", "cuda:1"))
         for where, there in pairs:
-            for way in ("push", "pull"):
-                section(
-                    f"two processes, {where}, {way}",
-                    partial(engine_pair, "cuda:0", there, options.arena_mib * MIB, way),
-                )
+            section(f"two processes, {where}", partial(engine_pair, "cuda:0", there, options.arena_mib * MIB))
     print(f"\n{'what':<34} {'case':<16} {'us':>9} {'GB/s':>8} {'of plain':>8}  target")
     for what, case, us, rate, ratio, target in TABLE:
         print(f"{what:<34} {case:<16} {us:9.1f} {rate:8.1f} {ratio:8.2f}  {target}")
@@ -95,7 +89,7 @@ def kernels(arena_bytes: int) -> None:
     kernel_variants(arena_bytes)
 
 
-def engine_pair(src_device: str, dst_device: str, arena_bytes: int, way: Direction) -> None:
+def engine_pair(src_device: str, dst_device: str, arena_bytes: int) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +97,7 @@ def engine_pair(src_device: str, dst_device: str, arena_bytes: int, way: Directi
         process = context.Process(target=receiver, args=(there, dst_device, arena_bytes, str(directory)))
         process.start()
         try:
-            sender(here, src_device, dst_device, arena_bytes, directory, way)
+            sender(here, src_device, dst_device, arena_bytes, directory)
             process.join(30)
         finally:
             if process.is_alive():
@@ -113,11 +107,11 @@ def engine_pair(src_device: str, dst_device: str, arena_bytes: int, way: Directi
 
 @contextmanager
 def an_engine(
-    device: str, arena_bytes: int, directory: Path, name: str, way: Direction = "push"
+    device: str, arena_bytes: int, directory: Path, name: str
 ) -> Iterator[tuple[Arena, SameHostEngine]]:
     arena = make_arena(device, arena_bytes)
     try:
-        with SameHostEngine(arena, name=name, directory=directory, direction=way) as engine:
+        with SameHostEngine(arena, name=name, directory=directory) as engine:
             engine.register([Region(arena.base, arena_bytes)])
             yield arena, engine
     finally:
@@ -135,11 +129,9 @@ def answer(pipe: Any) -> Any:
     return pipe.recv()
 
 
-def sender(
-    pipe: Any, src_device: str, dst_device: str, arena_bytes: int, directory: Path, way: Direction
-) -> None:
-    what = f"engine {way}" if src_device == dst_device else f"two GPUs, {way}"
-    with an_engine(src_device, arena_bytes, directory, "sender", way) as (arena, engine):
+def sender(pipe: Any, src_device: str, dst_device: str, arena_bytes: int, directory: Path) -> None:
+    what = "engine" if src_device == dst_device else "two GPUs"
+    with an_engine(src_device, arena_bytes, directory, "sender") as (arena, engine):
         description = answer(pipe)
         start = time.perf_counter()
         peer = engine.connect(description)
@@ -208,7 +200,9 @@ def pages_case(
             if way == "after 1 ms of rest":
                 time.sleep(0.001)
             starts.append(time.perf_counter())
-            pending = engine.submit_pages(peer, sources[index % 8], targets[index], case.page_bytes, lease)
+            pending = engine.submit_pages(
+                peer, PageBatch(sources[index % 8], targets[index], case.page_bytes, lease)
+            )
             submitted.append(time.perf_counter())
             pending.wait(30)
             ends.append(time.perf_counter())
@@ -257,7 +251,9 @@ def back_to_back(
             began = time.perf_counter()
         if index >= IN_FLIGHT:
             pending[index - IN_FLIGHT].wait(30)
-        pending.append(engine.submit_pages(peer, sources[index % 8], targets[index], case.page_bytes, lease))
+        pending.append(
+            engine.submit_pages(peer, PageBatch(sources[index % 8], targets[index], case.page_bytes, lease))
+        )
     for one in pending[-IN_FLIGHT:]:
         one.wait(30)
     us = (time.perf_counter() - began) / (len(leases) - WARM) * 1e6

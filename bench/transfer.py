@@ -26,7 +26,7 @@ from typing import Any
 import _bench_path  # noqa: F401 - before kvarena
 import numpy as np
 from _transfer_sides import ENGINES, MEMORY, plain_copy
-from kvarena.transfer import plan_page_copies
+from kvarena.transfer import PageSide, plan_page_copies
 from kvarena.transfer.testing import EngineHost, PeerProcess, RemoteHost
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -101,11 +101,17 @@ def measure(engine: str, memory: str, rounds: int, progress: Callable[[str], Non
     try:
         for case in cases():
             progress(f"{engine}: {case.name}")
-            plan = plan_page_copies(source.base, case.src, target.base, case.dst, case.page_bytes)
-            local = plan_page_copies(source.base, case.src, here.base, case.dst, case.page_bytes)
+            plan = plan_page_copies(
+                PageSide(source.base, case.src), PageSide(target.base, case.dst), case.page_bytes
+            )
+            local = plan_page_copies(
+                PageSide(source.base, case.src), PageSide(here.base, case.dst), case.page_bytes
+            )
 
             def through_kvarena(case: Case = case) -> None:
-                copies = plan_page_copies(source.base, case.src, target.base, case.dst, case.page_bytes)
+                copies = plan_page_copies(
+                    PageSide(source.base, case.src), PageSide(target.base, case.dst), case.page_bytes
+                )
                 source.engine.submit(peer, *copies).wait()
 
             theirs = raw(source.engine, peer, plan)

@@ -1,3 +1,4 @@
+from ._batch import PageBatch as PageBatch
 from .errors import Difference as Difference
 from .errors import EngineUnavailable as EngineUnavailable
 from .errors import LeaseError as LeaseError
@@ -5,6 +6,7 @@ from .errors import ManifestMismatch as ManifestMismatch
 from .errors import PageError as PageError
 from .errors import QuiesceTimeout as QuiesceTimeout
 from .errors import RegistrationError as RegistrationError
+from .errors import SocketPathError as SocketPathError
 from .errors import TransferError as TransferError
 from .errors import TransferFailed as TransferFailed
 from .errors import TransferTimeout as TransferTimeout
@@ -12,15 +14,16 @@ from .mooncake.engine import MooncakeEngine as MooncakeEngine
 from .nixl.engine import NixlEngine as NixlEngine
 from .nixl.install import slow_path_reason as slow_path_reason
 from .pages.channel import ArenaPages as ArenaPages
-from .pages.channel import Hello as Hello
 from .pages.channel import PageChannel as PageChannel
 from .pages.channel import PageMoves as PageMoves
+from .pages.channel import PeerPages as PeerPages
 from .pages.lease import Lease as Lease
 from .pages.lease import LeaseTable as LeaseTable
 from .pages.leased_pages import LeasedPageEngine as LeasedPageEngine
 from .pages.manifest import Manifest as Manifest
 from .pages.manifest import SubPoolManifest as SubPoolManifest
 from .pages.plan import PageCopies as PageCopies
+from .pages.plan import PageSide as PageSide
 from .pages.plan import join_copies as join_copies
 from .pages.plan import plan_page_copies as plan_page_copies
 from .protocol import Addresses as Addresses
@@ -34,6 +37,5 @@ from .registration.ledger import RegistrationLedger as RegistrationLedger
 from .same_host.engine import SameHostEngine as SameHostEngine
 from .same_host.errors import HandleImportError as HandleImportError
 from .same_host.errors import PeerRefused as PeerRefused
-from .same_host.errors import SocketPathError as SocketPathError
 from .same_host.incoming import Incoming as Incoming
 from .testing.recording import RecordingEngine as RecordingEngine

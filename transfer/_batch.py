@@ -1,12 +1,56 @@
-"""What an engine is asked to copy, as arrays that nothing is wrong with before the engine sees them."""
+"""What an engine is asked to copy: one record of a batch, and arrays that are checked before it sees them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy.typing as npt
 from kvarena.transfer.errors import PageError, TransferFailed
 from kvarena.transfer.pages.plan import page_ids
 from kvarena.transfer.protocol import Addresses, Int64
 
-__all__ = ["check_columns"]
+__all__ = ["PageBatch", "PageLease", "check_columns"]
+
+
+class PageLease(Protocol):
+    """`kvarena.transfer.Lease`, as far as engines read it."""
+
+    @property
+    def request(self) -> str:
+        """Whose pages."""
+        ...
+
+    @property
+    def serial(self) -> int:
+        """Which lease of that request."""
+        ...
+
+    @property
+    def pages(self) -> Mapping[str, Sequence[int]]:
+        """Sub-pool name to page ids."""
+        ...
+
+
+class PageBatch(NamedTuple):
+    """Pages of one sub-pool that are written under one lease: what `submit_pages` takes."""
+
+    src: npt.ArrayLike
+    """Page ids here, integers of shape (n,)."""
+    dst: npt.ArrayLike
+    """Page ids of the receiver, of the same shape; each is leased."""
+    page_bytes: int
+    """Bytes of a page envelope."""
+    lease: PageLease
+    """From the receiver, as it came with the request."""
+    sub_pool: str = "full"
+    """Which of the lease's page lists `dst` is from."""
+    src_base: int | None = None
+    """Address of page 0 here; None: the arena's first byte, where every sub-pool of a unified pool starts."""
+    dst_base: int | None = None
+    """Address of page 0 in the receiver's process; None: its arena's first byte."""
+    after: int | None = None
+    """A CUDA stream whose work so far must be done before the sources are read."""
 
 
 def check_columns(
@@ -17,7 +61,7 @@ def check_columns(
     Raises
     ------
     TransferFailed
-        They are no integers, of different lengths, negative, or of bytes past 2**63.
+        They are not integers, of different lengths, negative, or of bytes past 2**63.
     """
     try:
         columns = tuple(page_ids(column, "addresses and lengths").ravel() for column in (src, dst, lengths))

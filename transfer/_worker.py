@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from kvarena.transfer.errors import TransferFailed, TransferTimeout
 
-__all__ = ["Job", "PeerWorker"]
+__all__ = ["PeerWorker", "WorkerJob"]
 
 
-class Job:
+class WorkerJob:
     """A `Pending` whose work runs on a `PeerWorker`, or on the thread that waits for it without a limit."""
 
     __slots__ = ("_claim", "_ended", "_engine", "_error", "_operations", "_peer", "_work", "_worker")
@@ -74,14 +74,14 @@ class PeerWorker:
     """Runs one job at a time; a daemon thread, because an engine's call cannot be interrupted."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[WorkerJob | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._running = threading.RLock()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WorkerJob) -> None:
         """Run it after those before, or when somebody waits for it."""
         with self._lock:
             if self._stopped.is_set():
@@ -90,7 +90,7 @@ class PeerWorker:
                 job.belong_to(self)
                 self._jobs.put(job)
 
-    def run(self, job: Job) -> None:
+    def run(self, job: WorkerJob) -> None:
         """Run it now, on this thread, unless it runs already."""
         if job.claim():
             with self._running:

@@ -16,6 +16,7 @@ __all__ = [
     "PageError",
     "QuiesceTimeout",
     "RegistrationError",
+    "SocketPathError",
     "TransferError",
     "TransferFailed",
     "TransferTimeout",
@@ -65,7 +66,10 @@ class RegistrationError(TransferError):
         The code in words.
     unknown : bool
         The engine says that it does not hold this region.
-    lost : sequence of Region
+
+    Attributes
+    ----------
+    lost : tuple of Region
         Regions that were registered before and could not be registered again during the rollback.
     """
 
@@ -79,25 +83,21 @@ class RegistrationError(TransferError):
         meaning: str = "",
         fix: str = "",
         unknown: bool = False,
-        lost: Sequence[Region] = (),
     ) -> None:
         returned = "" if code is None else f" returned {code}"
         said = f": {meaning}" if meaning else ""
-        what = f"{engine}: {action} of {_named(region)}{returned}{said}."
-        if lost:
-            what += f" No longer registered: {', '.join(map(_named, lost))}."
-        super().__init__(what, fix=fix)
+        super().__init__(f"{engine}: {action} of {_named(region)}{returned}{said}.", fix=fix)
         self.engine = engine
         self.region = region
         self.code = code
         self.action = action
         self.meaning = meaning
         self.unknown = unknown
-        self.lost = tuple(lost)
+        self.lost: tuple[Region, ...] = ()
 
     def losing(self, lost: Sequence[Region]) -> RegistrationError:
         """The same refusal, after a rollback that lost these regions."""
-        return RegistrationError(
+        error = RegistrationError(
             self.engine,
             self.region,
             self.code,
@@ -105,8 +105,12 @@ class RegistrationError(TransferError):
             meaning=self.meaning,
             fix=self.fix,
             unknown=self.unknown,
-            lost=lost,
         )
+        if lost:
+            error.lost = tuple(lost)
+            error.what += f" No longer registered: {', '.join(map(_named, lost))}."
+            error.args = (f"{error.what} {error.fix}".strip(),)
+        return error
 
 
 class TransferFailed(TransferError):
@@ -225,6 +229,25 @@ class LeaseError(TransferError):
     def __init__(self, request: str, why: str, *, fix: str = "") -> None:
         super().__init__(f"lease of request {request}: {why}.", fix=fix)
         self.request = request
+        self.why = why
+
+
+class SocketPathError(TransferError):
+    """The socket, or the directory that it is in, cannot be used safely; nothing was changed.
+
+    Parameters
+    ----------
+    path : str
+        Which path.
+    why : str
+        What is wrong with it.
+    fix : str
+        What to set or remove.
+    """
+
+    def __init__(self, path: str, why: str, *, fix: str = "") -> None:
+        super().__init__(f"socket path {path}: {why}.", fix=fix)
+        self.path = path
         self.why = why
 
 

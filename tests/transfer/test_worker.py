@@ -6,11 +6,11 @@ import threading
 
 import pytest
 from kvarena.transfer import TransferFailed, TransferTimeout
-from kvarena.transfer._worker import Job, PeerWorker
+from kvarena.transfer._worker import PeerWorker, WorkerJob
 
 
-def job(work: object) -> Job:
-    return Job("engine", "peer", 3, work)  # type: ignore[arg-type]
+def job(work: object) -> WorkerJob:
+    return WorkerJob("engine", "peer", 3, work)  # type: ignore[arg-type]
 
 
 def test_jobs_run_in_order() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from kvarena.transfer._batch import check_columns
-from kvarena.transfer._worker import Job, PeerWorker
+from kvarena.transfer._worker import PeerWorker, WorkerJob
 from kvarena.transfer.errors import RegistrationError, TransferFailed
 from kvarena.transfer.mooncake.start import MEANINGS, NOT_REGISTERED, capabilities_of, start
 from kvarena.transfer.protocol import Addresses, Pending, Region
@@ -176,7 +176,7 @@ class MooncakeEngine:
                 part = slice(first, first + step)
                 self._write(known, peer, sources[part], targets[part], sizes[part])
 
-        job = Job(self.name, peer, len(sources), work)
+        job = WorkerJob(self.name, peer, len(sources), work)
         known.worker.put(job)
         return job
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from kvarena.transfer._batch import check_columns
-from kvarena.transfer._worker import Job
+from kvarena.transfer._worker import WorkerJob
 from kvarena.transfer.errors import EngineUnavailable, RegistrationError, TransferFailed, TransferTimeout
 from kvarena.transfer.nixl.install import load_nixl, slow_path_reason
 from kvarena.transfer.nixl.peer import Description, NixlPeer, Place, RemoteRegion, status_of
@@ -169,7 +169,7 @@ class NixlEngine:
             if peer is None or peer.gone.is_set() or peer.place != theirs.place:
                 self.disconnect(theirs.agent)
                 peer = self._peers[theirs.agent] = NixlPeer(theirs.agent, theirs.place)
-        job = Job(self.name, theirs.agent, 0, lambda: self._load(peer, theirs))
+        job = WorkerJob(self.name, theirs.agent, 0, lambda: self._load(peer, theirs))
         peer.worker.put(job)
         try:
             job.wait(self._timeout)
@@ -198,7 +198,7 @@ class NixlEngine:
         if known is None or known.gone.is_set():
             raise TransferFailed(self.name, peer, None, "not connected", operations=len(sources))
         local, remote = self._place.rows(sources, counts), known.place.rows(targets, counts)
-        job = Job(self.name, peer, len(local), lambda: self._write(known, peer, local, remote))
+        job = WorkerJob(self.name, peer, len(local), lambda: self._write(known, peer, local, remote))
         known.worker.put(job)
         return job
 

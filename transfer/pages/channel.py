@@ -14,11 +14,11 @@ from kvarena.transfer.errors import Difference, LeaseError, ManifestMismatch, Tr
 from kvarena.transfer.pages.lease import Lease
 from kvarena.transfer.pages.leased_pages import LeasedPageEngine, submit_leased
 from kvarena.transfer.pages.manifest import Manifest
-from kvarena.transfer.pages.plan import PageCopies, join_copies, plan_page_copies
+from kvarena.transfer.pages.plan import PageCopies, PageSide, join_copies, plan_page_copies
 from kvarena.transfer.protocol import Pending
 from kvarena.transfer.registration.ledger import RegistrationLedger
 
-__all__ = ["ArenaPages", "Hello", "PageChannel", "PageMoves"]
+__all__ = ["ArenaPages", "PageChannel", "PageMoves", "PeerPages"]
 
 
 # How many revoked leases are remembered, so that nothing is written under them when they come late.
@@ -45,7 +45,7 @@ class PageMoves(NamedTuple):
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class PeerPages(msgspec.Struct, frozen=True, kw_only=True):
     """What one side tells the other before the first transfer, and again after each registration."""
 
     engine: str
@@ -78,7 +78,7 @@ class PageChannel:
         """The engine, if it takes pages and checks the lease on both sides."""
         self.manifest = manifest
         self._pages = pages
-        self._peers: dict[str, Hello] = {}
+        self._peers: dict[str, PeerPages] = {}
         self._revoked: dict[tuple[str, str, int], None] = {}
         self._sent: dict[tuple[str, str, int], list[_Gated]] = {}
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class PageChannel:
         # lease of the new epoch waits for the next hello.
         epoch = self.ledger.epoch
         return msgspec.msgpack.encode(
-            Hello(
+            PeerPages(
                 engine=self.engine.name,
                 description=self.engine.describe(),
                 manifest=self.manifest,
@@ -110,7 +110,7 @@ class PageChannel:
             The engine cannot reach it.
         """
         try:
-            theirs = msgspec.msgpack.decode(hello, type=Hello)
+            theirs = msgspec.msgpack.decode(hello, type=PeerPages)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ManifestMismatch([Difference("hello", "a kvarena hello", str(error))]) from error
         self.manifest.check(theirs.manifest)
@@ -213,7 +213,7 @@ class PageChannel:
             except TransferFailed:
                 continue
 
-    def _enter(self, peer: str, lease: Lease, transfer: _Gated) -> Hello:
+    def _enter(self, peer: str, lease: Lease, transfer: _Gated) -> PeerPages:
         """Let `revoke` know of a transfer before it begins: then either this is refused, or that waits."""
         key = (peer, lease.request, lease.serial)
         with self._lock:
@@ -227,7 +227,7 @@ class PageChannel:
                 del self._sent[other]
         return theirs
 
-    def _submit(self, peer: str, theirs: Hello, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
+    def _submit(self, peer: str, theirs: PeerPages, lease: Lease, moves: Mapping[str, PageMoves]) -> Pending:
         for name, (_, dst) in moves.items():
             self.manifest.sub_pool(name)
             lease.check(name, dst, epoch=theirs.epoch)
@@ -240,24 +240,14 @@ class PageChannel:
         except TransferFailed as error:
             raise error.of(lease.request) from error
 
-    def _plan(self, theirs: Hello, moves: Mapping[str, PageMoves]) -> PageCopies:
+    def _plan(self, theirs: PeerPages, moves: Mapping[str, PageMoves]) -> PageCopies:
         ours = self._pages()
         plans = []
         for name, (src, dst) in moves.items():
             address, num_pages = theirs.pages[name]
-            plans.append(
-                plan_page_copies(
-                    ours[name].address,
-                    src,
-                    address,
-                    dst,
-                    self.manifest.sub_pool(name).page_bytes,
-                    src_seams=self.ledger.seams,
-                    dst_seams=theirs.seams,
-                    src_num_pages=ours[name].num_pages,
-                    dst_num_pages=num_pages,
-                )
-            )
+            here = PageSide(ours[name].address, src, self.ledger.seams, ours[name].num_pages)
+            there = PageSide(address, dst, theirs.seams, num_pages)
+            plans.append(plan_page_copies(here, there, self.manifest.sub_pool(name).page_bytes))
         return join_copies(*plans)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy.typing as npt
+from kvarena.transfer._batch import PageBatch
 from kvarena.transfer.errors import TransferError, TransferFailed
 from kvarena.transfer.pages.lease import Lease
 from kvarena.transfer.pages.manifest import Manifest
@@ -23,18 +24,7 @@ class LeasedPageEngine(Protocol):
     engine, and not from the sender's word, when all of a lease's pages are there.
     """
 
-    def submit_pages(
-        self,
-        peer: str,
-        src_pages: npt.ArrayLike,
-        dst_pages: npt.ArrayLike,
-        page_bytes: int,
-        lease: Lease,
-        *,
-        sub_pool: str = ...,
-        src_base: int | None = ...,
-        dst_base: int | None = ...,
-    ) -> Pending:
+    def submit_pages(self, peer: str, batch: PageBatch) -> Pending:
         """Start writing leased pages of one sub-pool. Raises `LeaseError` or `TransferFailed`."""
         ...
 
@@ -114,16 +104,8 @@ def submit_leased(
     parts: list[Pending] = []
     for name, (src, dst) in moves.items():
         try:
-            part = engine.submit_pages(
-                peer,
-                src,
-                dst,
-                manifest.sub_pool(name).page_bytes,
-                lease,
-                sub_pool=name,
-                src_base=bases[name][0],
-                dst_base=bases[name][1],
-            )
+            page_bytes = manifest.sub_pool(name).page_bytes
+            part = engine.submit_pages(peer, PageBatch(src, dst, page_bytes, lease, name, *bases[name]))
         except TransferError as error:
             if not parts:
                 raise

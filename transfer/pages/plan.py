@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvarena.transfer.errors import LeaseError, PageError
 from kvarena.transfer.protocol import Int64
 
-__all__ = ["PageCopies", "join_copies", "leased_ids", "page_ids", "plan_page_copies"]
+__all__ = ["PageCopies", "PageSide", "join_copies", "leased_ids", "page_ids", "plan_page_copies"]
 
 _LAST_ADDRESS = np.iinfo(np.int64).max
 _INT64 = np.dtype(np.int64)
@@ -33,35 +33,30 @@ class PageCopies(NamedTuple):
         return int(self.lengths.sum())
 
 
-def plan_page_copies(
-    src_base: int,
-    src_pages: npt.ArrayLike,
-    dst_base: int,
-    dst_pages: npt.ArrayLike,
-    page_bytes: int,
-    *,
-    src_seams: Sequence[int] = (),
-    dst_seams: Sequence[int] = (),
-    src_num_pages: int | None = None,
-    dst_num_pages: int | None = None,
-) -> PageCopies:
-    """The fewest copies that move page ``src_pages[i]`` onto page ``dst_pages[i]``, for every i.
+class PageSide(NamedTuple):
+    """One side of a plan: which pages, and where they lie."""
+
+    base: int
+    """Address of page 0."""
+    pages: npt.ArrayLike
+    """Page ids, integers of shape (n,). A source may occur several times, a destination only once."""
+    seams: Sequence[int] = ()
+    """Absolute addresses that no single copy may cross: the side's ``RegistrationLedger.seams``."""
+    num_pages: int | None = None
+    """Pages that exist; ids from there on are refused."""
+
+
+def plan_page_copies(src: PageSide, dst: PageSide, page_bytes: int) -> PageCopies:
+    """The fewest copies that move page ``src.pages[i]`` onto page ``dst.pages[i]``, for every i.
 
     Copies have no order, so pages that follow one another on both sides become one copy wherever
     they stand in the lists; a copy is split where it would cross a seam of either side.
 
     Parameters
     ----------
-    src_base, dst_base : int
-        Address of page 0 on each side.
-    src_pages, dst_pages : array_like of int, shape (n,)
-        Page ids. A source may occur several times, a destination only once.
+    src, dst : PageSide
     page_bytes : int
         Bytes of a page envelope, equal on both sides (the manifests have been compared).
-    src_seams, dst_seams : sequence of int
-        Absolute addresses that no single copy may cross: each side's ``RegistrationLedger.seams``.
-    src_num_pages, dst_num_pages : int, optional
-        Pages that exist on each side; ids from there on are refused.
 
     Raises
     ------
@@ -71,14 +66,14 @@ def plan_page_copies(
     """
     if page_bytes <= 0:
         raise PageError(f"A page of {page_bytes} bytes cannot be copied.")
-    src_ids = _page_ids("source", src_pages, src_num_pages)
-    dst_ids = _page_ids("destination", dst_pages, dst_num_pages)
+    src_ids = _page_ids("source", src.pages, src.num_pages)
+    dst_ids = _page_ids("destination", dst.pages, dst.num_pages)
     if src_ids.size != dst_ids.size:
         raise PageError(f"{src_ids.size} source pages for {dst_ids.size} destination pages.")
     if src_ids.size == 0:
         nothing = np.empty(0, np.int64)
         return PageCopies(nothing, nothing, nothing)
-    for side, base, ids in (("source", src_base, src_ids), ("destination", dst_base, dst_ids)):
+    for side, base, ids in (("source", src.base, src_ids), ("destination", dst.base, dst_ids)):
         if base < 0 or base + (int(ids.max()) + 1) * page_bytes > _LAST_ADDRESS:
             raise PageError(
                 f"{side} page {int(ids.max())} of {page_bytes} bytes at {base:#x} has no address."
@@ -86,11 +81,11 @@ def plan_page_copies(
 
     src_first, dst_first, count = _runs(src_ids, dst_ids)
     copies = PageCopies(
-        src_base + src_first * page_bytes, dst_base + dst_first * page_bytes, count * page_bytes
+        src.base + src_first * page_bytes, dst.base + dst_first * page_bytes, count * page_bytes
     )
-    if not len(src_seams) and not len(dst_seams):
+    if not len(src.seams) and not len(dst.seams):
         return copies
-    return _split_at_seams(copies, _seams(src_seams), _seams(dst_seams))
+    return _split_at_seams(copies, _seams(src.seams), _seams(dst.seams))
 
 
 def join_copies(*plans: PageCopies) -> PageCopies:

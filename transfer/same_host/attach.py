@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, NoReturn
 from kvarena.errors import KvArenaError
 from kvarena.transfer.errors import Difference, ManifestMismatch
 from kvarena.transfer.same_host.copy.clock import Copier
-from kvarena.transfer.same_host.direction import Asked, Direction, choose_direction
 from kvarena.transfer.same_host.errors import HandleImportError, PeerRefused, WireError
 from kvarena.transfer.same_host.mapped_arena import MappedArena
 from kvarena.transfer.same_host.memory import MemoryDriver
-from kvarena.transfer.same_host.peer import Peer
+from kvarena.transfer.same_host.peer import Attached, Peer
+from kvarena.transfer.same_host.profile import EngineProfile
 from kvarena.transfer.same_host.ring import Ring
-from kvarena.transfer.same_host.socket_path import dial
-from kvarena.transfer.same_host.wire import VERSION, Kind, Packet, encode, field, receive, transmit
+from kvarena.transfer.same_host.sockets import dial
+from kvarena.transfer.same_host.wire import VERSION, Packet, PacketKind, encode, field, receive, transmit
 
 __all__ = ["Description", "attach"]
 
@@ -61,26 +61,16 @@ class Description(NamedTuple):
 
 
 def attach(
-    description: Description,
-    *,
-    name: str,
-    identity: str,
-    manifest: bytes | None,
-    check_manifest: Callable[[bytes | None], None],
-    driver: MemoryDriver,
-    copier: Copier,
-    direction: Asked,
-    make_peer: Callable[[Direction, MappedArena, Ring, socket.socket], Peer],
-    timeout: float,
+    description: Description, profile: EngineProfile, copier: Copier, make_peer: Callable[[Attached], Peer]
 ) -> Peer:
     """Shake hands, and map what the peer exports.
 
     Parameters
     ----------
-    driver, copier
+    profile : EngineProfile
+        Who we are, and how long the peer may take.
+    copier : Copier
         Of our memory.
-    direction : {"auto", "push", "pull"}
-        As for `choose_direction`; where it comes to pulling, the peer's memory is not mapped.
     make_peer : callable
         Owns what it is given; `RuntimeError` if it cannot use it.
 
@@ -95,25 +85,28 @@ def attach(
     SocketPathError
         Its socket is not one to trust.
     """
+    timeout = profile.connect_timeout
     deadline = time.monotonic() + timeout
     sock = dial(Path(description.path), timeout)
     try:
-        hello: dict[str, Any] = {"name": name, "identity": identity, "device": copier.identity()}
+        hello: dict[str, Any] = {"name": profile.name, "identity": profile.identity}
+        manifest = profile.encoded_manifest()
         if manifest is not None:
             hello["manifest"] = b64encode(manifest).decode()
         try:
-            transmit(sock, encode(Kind.HELLO, hello))
+            transmit(sock, encode(PacketKind.HELLO, hello))
         except OSError as error:
             raise _unreachable(description, error) from error
         welcome = _next(sock, description)
-        if welcome.kind is Kind.REFUSE:
+        if welcome.kind is PacketKind.REFUSE:
+            welcome.close_fds()
             _raise_refusal(description, welcome.body)
-        way, arena, ring = _check_welcome(welcome, description, check_manifest, driver, copier, direction)
+        arena, ring = _check_welcome(welcome, description, profile, copier)
     except BaseException:
         sock.close()
         raise
     try:
-        peer = make_peer(way, arena, ring, sock)
+        peer = make_peer(Attached(description.name, description.identity, arena, ring, sock))
     except RuntimeError as error:
         sock.close()
         raise HandleImportError(
@@ -127,6 +120,8 @@ def attach(
                 raise _unreachable(description, f"timed out: it did not export its memory in {timeout:g} s")
             sock.settimeout(left)
             peer.handle(_next(sock, description))
+            if peer.gone is not None:
+                raise PeerRefused(description.name, "refused", peer.gone)
     except WireError as error:
         peer.close(str(error))
         raise PeerRefused(description.name, "description", str(error)) from error
@@ -138,20 +133,15 @@ def attach(
 
 
 def _check_welcome(
-    welcome: Packet,
-    description: Description,
-    check_manifest: Callable[[bytes | None], None],
-    driver: MemoryDriver,
-    copier: Copier,
-    direction: Asked,
-) -> tuple[Direction, MappedArena, Ring]:
+    welcome: Packet, description: Description, profile: EngineProfile, copier: Copier
+) -> tuple[MappedArena, Ring]:
     try:
-        if welcome.kind is not Kind.WELCOME or len(welcome.fds) != 1:
+        if welcome.kind is not PacketKind.WELCOME or len(welcome.fds) != 1:
             raise WireError(f"{welcome.kind.name} with {len(welcome.fds)} descriptors instead of WELCOME")
         body = welcome.body
         identity, memory = field(body, "identity", str), field(body, "memory", str)
         base, reserved = field(body, "base", int), field(body, "reserved_bytes", int)
-        device, theirs = field(body, "device", str), body.get("reaches")
+        device = field(body, "device", str)
         field(body, "epoch", int)
         manifest = b64decode(field(body, "manifest", str)) if "manifest" in body else None
         ring = Ring(welcome.fds[0])
@@ -167,25 +157,26 @@ def _check_welcome(
                 f"another engine listens at {description.path} now",
                 fix="Connect to its new description.",
             )
-        check_manifest(manifest)
+        profile.check_manifest(manifest)
+        driver = profile.arena.driver
         if memory != driver.name:
             raise HandleImportError(
                 description.name, 0, reserved, f"it is {memory} memory, ours is {driver.name}."
             )
-        way = choose_direction(
-            direction,
-            description.name,
-            reserved,
-            ours=copier.can_reach(device),
-            theirs=theirs if isinstance(theirs, bool) else None,
-        )
-        return way, _reserve(driver if way == "push" else None, description.name, base, reserved), ring
+        if copier.can_reach(device) is False:
+            raise HandleImportError(
+                description.name,
+                0,
+                reserved,
+                f"our device cannot access the peer's, {device} (cuDeviceCanAccessPeer).",
+            )
+        return _reserve(driver, description.name, base, reserved), ring
     except BaseException:
         ring.close()
         raise
 
 
-def _reserve(driver: MemoryDriver | None, name: str, base: int, reserved: int) -> MappedArena:
+def _reserve(driver: MemoryDriver, name: str, base: int, reserved: int) -> MappedArena:
     try:
         return MappedArena(driver, name, base, reserved)
     except KvArenaError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from kvarena.transfer.same_host.errors import WireError
-from kvarena.transfer.same_host.wire import Kind, Packet, encode, receive, transmit
+from kvarena.transfer.same_host.wire import Packet, PacketKind, encode, receive, transmit
 
 __all__ = ["Channel", "ChannelClosed", "SocketLoop"]
 
@@ -54,7 +54,13 @@ class SocketLoop:
         self._wake_lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._selector.close()
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+            raise
 
     @property
     def is_current(self) -> bool:
@@ -208,7 +214,7 @@ class Channel:
         self._sock.setblocking(False)
         self._loop.watch(self._sock, self._ready)
 
-    def send(self, kind: Kind, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, kind: PacketKind, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a packet, now or when the peer reads again; never blocks. Descriptors stay the caller's.
 
         Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Sequence
@@ -9,24 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import numpy.typing as npt
-from kvarena.transfer.errors import PageError, QuiesceTimeout, TransferFailed
+from kvarena.transfer._batch import PageBatch, PageLease
+from kvarena.transfer.errors import EngineUnavailable, PageError, QuiesceTimeout, TransferFailed
+from kvarena.transfer.fork import close_in_children
+from kvarena.transfer.owner_only import default_directory
 from kvarena.transfer.pages.plan import page_ids
 from kvarena.transfer.protocol import Capabilities, Region
 from kvarena.transfer.same_host.attach import Description
 from kvarena.transfer.same_host.channel import SocketLoop
-from kvarena.transfer.same_host.copy.clock import make_copier
-from kvarena.transfer.same_host.direction import Asked
+from kvarena.transfer.same_host.copy.factory import make_copier
 from kvarena.transfer.same_host.exports import Exports
-from kvarena.transfer.same_host.fork import close_in_children
 from kvarena.transfer.same_host.incoming import Incoming, IncomingTable
 from kvarena.transfer.same_host.memory import ArenaMemory
 from kvarena.transfer.same_host.peer import Peer
-from kvarena.transfer.same_host.peers import Peers, PeerSettings, Welcomes
+from kvarena.transfer.same_host.peers import Peers
 from kvarena.transfer.same_host.pending import SameHostPending
-from kvarena.transfer.same_host.sent_leases import PageLease
+from kvarena.transfer.same_host.profile import EngineProfile
 from kvarena.transfer.same_host.server import Server
-from kvarena.transfer.same_host.socket_path import default_directory, fresh_name, listen
-from kvarena.transfer.same_host.subscribers import Followers
+from kvarena.transfer.same_host.sockets import Listener, fresh_name, listen
+from kvarena.transfer.same_host.subscribers import Subscribers
 
 if TYPE_CHECKING:
     from kvarena.transfer.pages.manifest import Manifest
@@ -54,9 +56,6 @@ class SameHostEngine:
         ``/tmp/kvarena-<uid>``.
     manifest : Manifest, optional
         What our pages mean; a peer whose pages mean something else is refused.
-    direction : {"auto", "push", "pull"}
-        Which side's device copies what we send: ours writes, or the peer's reads. ``auto`` asks the
-        devices, see `choose_direction`.
     connect_timeout : float
         Seconds that a peer may take to answer.
     drain_timeout : float
@@ -67,7 +66,8 @@ class SameHostEngine:
     SocketPathError
         The socket cannot be made there.
     EngineUnavailable
-        CUDA memory, but no Triton or driver to move it with.
+        CUDA memory, but no Triton or driver to move it with; or no descriptor or thread is left. Nothing
+        stays behind.
     """
 
     name = "same-host"
@@ -82,7 +82,6 @@ class SameHostEngine:
         name: str | None = None,
         directory: Path | None = None,
         manifest: Manifest | None = None,
-        direction: Asked = "auto",
         connect_timeout: float = 10.0,
         drain_timeout: float = 30.0,
     ) -> None:
@@ -92,25 +91,41 @@ class SameHostEngine:
         self._changed = threading.Condition(threading.RLock())
         self._incoming = IncomingTable()
         self._exports = Exports(arena, self.name)
-        self._followers = Followers(self._exports, self._changed)
+        self._subscribers = Subscribers(self._exports, self._changed)
         self._closed = False
-        sock, path = listen(directory or default_directory(), self.engine_name)
-        try:
-            self._copier = make_copier(arena.driver, f"kvarena-copy-{self.engine_name}")
-            self._loop = SocketLoop(
-                f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier()
-            )
-        except BaseException:
-            sock.close()
-            path.unlink()
-            raise
-        about = PeerSettings(
-            self.engine_name, secrets.token_hex(8), arena, manifest, direction, connect_timeout, drain_timeout
+        profile = EngineProfile(
+            self.engine_name, secrets.token_hex(8), arena, manifest, connect_timeout, drain_timeout
         )
-        self._peers = Peers(about, self._copier, self._exports, self._followers, self._loop)
-        host = Welcomes(about, self._copier, self._exports, self._incoming)
-        self._server = Server(self._loop, sock, path, self._followers, self._incoming, host)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._start(profile, listen(directory or default_directory(), self.engine_name), undo)
+            except (RuntimeError, OSError) as error:
+                raise EngineUnavailable(
+                    self.name,
+                    f"it could not be started ({error})",
+                    fix="Raise the limits of descriptors and processes (ulimit -n, ulimit -u).",
+                ) from error
+            undo.pop_all()
         close_in_children(self)
+
+    def _start(self, profile: EngineProfile, listener: Listener, undo: contextlib.ExitStack) -> None:
+        """Start threads and listen; what `undo` holds takes it back."""
+        undo.callback(listener.path.unlink, missing_ok=True)
+        undo.callback(listener.sock.close)
+        self._copier = make_copier(profile.arena.driver, f"kvarena-copy-{self.engine_name}")
+        undo.callback(self._copier.close)
+        self._loop = SocketLoop(f"kvarena-socket-{self.engine_name}", lambda: self._peers.look_at_copier())
+        undo.callback(self._loop.close)
+        device = self._copier.identity()
+        self._peers = Peers(profile, self._copier, self._exports, self._loop)
+        self._server = Server(
+            self._loop,
+            listener,
+            self._subscribers,
+            self._incoming,
+            profile,
+            lambda: profile.welcome(self._exports.epoch, device),
+        )
 
     @property
     def socket_path(self) -> Path:
@@ -125,7 +140,7 @@ class SameHostEngine:
     @property
     def attached(self) -> tuple[str, ...]:
         """Engines that have our arena mapped."""
-        return self._followers.names
+        return self._subscribers.names
 
     def peer(self, key: str) -> Peer:
         """An engine that we send to. Raises `TransferFailed`."""
@@ -135,7 +150,7 @@ class SameHostEngine:
         """See `TransferEngine.register`; connected peers are told at once."""
         with self._changed:
             self._exports.add([Region(*region) for region in regions])
-            self._followers.tell_all(fence=False)
+            self._subscribers.tell_all()
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """See `TransferEngine.unregister`. On return no peer writes or maps them, and we send none.
@@ -152,31 +167,31 @@ class SameHostEngine:
         regions = [Region(*region) for region in regions]
         with self._changed:
             self._exports.check_held(regions)
-        self._drain()
+        self._peers.drain(self._drain_timeout)
         with self._changed:
             self._exports.remove(regions)
             epoch = self._exports.epoch
-            self._followers.tell_all(fence=True)
+            self._subscribers.tell_all()
         try:
-            self._drain()  # what was checked before, and started after
+            self._peers.drain(self._drain_timeout)  # what was checked before, and started after
         except QuiesceTimeout:
             with self._changed:
                 self._exports.add(regions)
-                self._followers.tell_all(fence=False)
+                self._subscribers.tell_all()
             raise
-        self._followers.wait_until_let_go(epoch, self._drain_timeout)
+        self._subscribers.wait_until_let_go(epoch, self._drain_timeout)
 
     def refresh(self) -> None:
         """Look at the arena's handles again, and tell peers what has changed beneath the regions."""
         with self._changed:
             if self._exports.refresh():
-                self._followers.tell_all(fence=True)
+                self._subscribers.tell_all()
 
     def describe(self) -> bytes:
         """See `TransferEngine.describe`."""
         with self._changed:
             return Description(
-                str(self._server.path), self.engine_name, self._peers.settings.identity, self._exports.epoch
+                str(self._server.path), self.engine_name, self._peers.profile.identity, self._exports.epoch
             ).encode()
 
     def connect(self, description: bytes) -> str:
@@ -225,36 +240,8 @@ class SameHostEngine:
             raise TransferFailed(self.name, peer, "EINVAL", why)
         return known.spans(sources, targets, counts, after)
 
-    def submit_pages(
-        self,
-        peer: str,
-        src_pages: npt.ArrayLike,
-        dst_pages: npt.ArrayLike,
-        page_bytes: int,
-        lease: PageLease,
-        *,
-        sub_pool: str = "full",
-        src_base: int | None = None,
-        dst_base: int | None = None,
-        after: int | None = None,
-    ) -> SameHostPending:
+    def submit_pages(self, peer: str, batch: PageBatch) -> SameHostPending:
         """Start writing leased pages, in one launch; the receiver's `expect` learns when they are there.
-
-        Parameters
-        ----------
-        src_pages, dst_pages : array_like of int, shape (n,)
-            Page ids here and there.
-        page_bytes : int
-            Bytes of a page envelope.
-        lease : PageLease
-            From the receiver, as it came with the request.
-        sub_pool : str
-            Which of the lease's page lists `dst_pages` are from.
-        src_base, dst_base : int, optional
-            Addresses of page 0, each in its own process; default: the arenas' first bytes, where every
-            sub-pool of a unified pool starts.
-        after : int, optional
-            As in `submit`.
 
         Raises
         ------
@@ -266,13 +253,13 @@ class SameHostEngine:
             Lists of different lengths or of no integers, or a page size that is not positive.
         """
         known = self._peers[peer]
-        source_ids, target_ids = page_ids(src_pages), page_ids(dst_pages)
-        if source_ids.ndim != 1 or source_ids.shape != target_ids.shape or page_bytes <= 0:
+        sources, targets = page_ids(batch.src), page_ids(batch.dst)
+        if sources.ndim != 1 or sources.shape != targets.shape or batch.page_bytes <= 0:
             raise PageError(
-                f"{source_ids.shape} source pages for {target_ids.shape} destinations of {page_bytes} bytes."
+                f"{sources.shape} source pages for {targets.shape} destinations of {batch.page_bytes} bytes."
             )
-        base = self._arena.base if src_base is None else src_base
-        return known.pages(base, source_ids, dst_base, target_ids, page_bytes, lease, sub_pool, after)
+        base = self._arena.base if batch.src_base is None else batch.src_base
+        return known.pages(batch, sources, targets, base)
 
     def admit(self, peer: str, lease: PageLease) -> None:
         """Get to know a lease when its request arrives, so that the first `submit_pages` need not."""
@@ -295,11 +282,14 @@ class SameHostEngine:
             return self._incoming.expect(lease, self._exports.epoch, sender)
 
     def revoke(self, lease: PageLease, why: str = "it was revoked") -> None:
-        """Take a lease back; on return no peer writes its pages, now or later."""
+        """Take a lease back; on return no peer writes its pages, now or later.
+
+        A lease that one sender has admitted, begun, or is expected from is taken back from that one alone:
+        others do not hold the caller up.
+        """
         key = (lease.request, lease.serial)
-        self._incoming.revoke(key, why)
-        self._followers.revoke(key, self._drain_timeout)
-        self._server.drain(self._drain_timeout)
+        sender = self._incoming.revoke(key, why)
+        self._subscribers.revoke(key, sender, self._drain_timeout)
 
     def prepare(self, page_bytes: int) -> None:
         """Compile for pages of this size now, instead of in the first transfer."""
@@ -316,6 +306,7 @@ class SameHostEngine:
         self._incoming.lost(None, "this engine was closed")
         self._loop.close()
         self._copier.close()
+        self._peers.let_go()  # what outlasted its patience has ended now
         with self._changed:
             self._exports.close()
 
@@ -334,7 +325,3 @@ class SameHostEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _drain(self) -> None:
-        self._peers.drain(self._drain_timeout)
-        self._server.drain(self._drain_timeout)

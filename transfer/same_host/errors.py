@@ -4,26 +4,7 @@ from __future__ import annotations
 
 from kvarena.transfer.errors import TransferError, TransferFailed
 
-__all__ = ["HandleImportError", "PeerRefused", "SocketPathError"]
-
-
-class SocketPathError(TransferError):
-    """The socket, or the directory that it is in, cannot be used safely; nothing was changed.
-
-    Parameters
-    ----------
-    path : str
-        Which path.
-    why : str
-        What is wrong with it.
-    fix : str
-        What to set or remove.
-    """
-
-    def __init__(self, path: str, why: str, *, fix: str = "") -> None:
-        super().__init__(f"socket path {path}: {why}.", fix=fix)
-        self.path = path
-        self.why = why
+__all__ = ["HandleImportError", "PeerRefused", "WireError"]
 
 
 class PeerRefused(TransferFailed):
@@ -33,7 +14,7 @@ class PeerRefused(TransferFailed):
     ----------
     peer : str
         Its name, or the socket it was reached at.
-    code : {"uid", "version", "name", "manifest", "identity", "description", "unreachable"}
+    code : {"uid", "version", "name", "manifest", "identity", "description", "full", "refused", "unreachable"}
         Which check failed.
     why : str
         With the values of both sides.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from kvarena.errors import KvArenaError
@@ -15,7 +15,7 @@ from kvarena.transfer.same_host.intervals import Intervals
 from kvarena.transfer.same_host.memory import ArenaMemory
 from kvarena.transfer.same_host.wire import FDS_PER_PACKET
 
-__all__ = ["ExportPage", "Exports", "Told"]
+__all__ = ["ExportPage", "Exports"]
 
 # Keeps a packet's body far below its limit: a row has two numbers of at most 19 digits.
 _ROWS_PER_PACKET = 512
@@ -26,13 +26,6 @@ class ExportPage(NamedTuple):
 
     body: dict[str, Any]
     fds: tuple[int, ...]
-
-
-@dataclass
-class Told:
-    """What one peer was told so far."""
-
-    serials: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -125,20 +118,16 @@ class Exports:
             os.close(held.fd)
         self._held, self.regions, self.intervals = (), (), Intervals()
 
-    def update_for(self, told: Told, *, fence: bool) -> Iterator[ExportPage]:
-        """The packets that bring a peer from what it was told to the present; call `told_all` when sent.
-
-        `fence`: the peer must end what it is writing before it follows, as a region has gone.
-        """
+    def update_for(self, known: Set[int]) -> Iterator[ExportPage]:
+        """The packets that bring a peer from the handles that it knows to the present ones."""
         held = {exported.serial: exported for exported in self._held}
-        drop = [[serial] for serial in sorted(told.serials - held.keys())]
-        add = [held[serial] for serial in sorted(held.keys() - told.serials)]
+        drop = [[serial] for serial in sorted(known - held.keys())]
+        add = [held[serial] for serial in sorted(held.keys() - known)]
         regions = [[region.address - self._arena.base, region.nbytes] for region in self.regions]
         while True:
             batch, add = add[:FDS_PER_PACKET], add[FDS_PER_PACKET:]
             body: dict[str, Any] = {
                 "epoch": self.epoch,
-                "fence": fence or bool(drop),
                 "drop": drop[:_ROWS_PER_PACKET],
                 "add": [[e.serial, e.offset, e.nbytes] for e in batch],
                 "regions": regions[:_ROWS_PER_PACKET],
@@ -149,9 +138,10 @@ class Exports:
             if not body["more"]:
                 return
 
-    def told_all(self, told: Told) -> None:
-        """A peer was sent every packet of `update_for`."""
-        told.serials = {exported.serial for exported in self._held}
+    @property
+    def handles(self) -> frozenset[int]:
+        """Serial numbers of the exported handles: what a peer knows when it was sent an update whole."""
+        return frozenset(exported.serial for exported in self._held)
 
     def _move(self, regions: tuple[Region, ...], blamed: Region) -> None:
         base, intervals = self._arena.base, Intervals(regions)

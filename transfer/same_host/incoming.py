@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from kvarena.transfer._batch import PageLease
 from kvarena.transfer.errors import LeaseError, TransferError, TransferFailed, TransferTimeout
-from kvarena.transfer.protocol import Int64
 from kvarena.transfer.same_host.copy.clock import await_clock
 from kvarena.transfer.same_host.errors import WireError
-from kvarena.transfer.same_host.ring import Record, Ring
-from kvarena.transfer.same_host.sent_leases import LeasedPart, LeaseKey, PageLease, lease_digest
+from kvarena.transfer.same_host.ring import RECORDS, Record, Ring
+from kvarena.transfer.same_host.sent_leases import LeaseKey, lease_digest
 
 __all__ = ["Incoming", "IncomingTable", "Source"]
 
@@ -32,7 +32,6 @@ class Incoming:
         self.digest = lease_digest(lease)
         self._names = sorted(lease.pages)
         self._left = [len(lease.pages[name]) for name in self._names]
-        self._parts: dict[str, LeasedPart] = {}
         self._sender = sender
         self._table = table
         self.error: TransferError | None = None
@@ -69,8 +68,7 @@ class Incoming:
         TransferTimeout
             They were not there after `timeout` seconds.
         """
-        # Where our own loop's thread makes the copies, it must not wait for the interpreter.
-        over = await_clock(self._look, 0, timeout, spin=not self._table.pulls)
+        over = await_clock(self._look, 0, timeout)
         if self.error is not None:
             raise self.error
         if not over:
@@ -94,17 +92,6 @@ class Incoming:
             raise WireError(f"written as of epoch {record.epoch}, the lease is of {self.epoch}")
         self._left[record.part] = left - record.pages
         self.is_over = not any(self._left)
-
-    def take(self, sender: str, sub_pool: str, pages: Int64) -> LeasedPart:
-        """We write these ourselves, for that peer; raises `LeaseError` if they are not leased."""
-        self.bind(sender)
-        if sub_pool not in self.lease.pages:
-            raise LeaseError(self.request, f"nothing of sub-pool {sub_pool!r} is leased")
-        part = self._parts.get(sub_pool)
-        if part is None:
-            part = self._parts[sub_pool] = LeasedPart(self.lease, sub_pool, self.digest)
-        part.take(self.request, sub_pool, pages)
-        return part
 
     def fail(self, error: TransferError) -> None:
         """They will not come; once they are all there, this changes nothing."""
@@ -140,8 +127,6 @@ class IncomingTable:
         self._waiting: dict[LeaseKey, Incoming] = {}
         self._by_digest: dict[bytes, Incoming] = {}
         self._sources: tuple[Source, ...] = ()
-        self.pulls = False
-        """Whether a sender has asked that we make the copies."""
 
     def expect(self, lease: PageLease, epoch: int, sender: str | None) -> Incoming:
         """Wait for one more; raises `LeaseError` if it is awaited already."""
@@ -173,23 +158,18 @@ class IncomingTable:
             if incoming is not None:
                 incoming.bind(sender)
 
-    def take(self, sender: str, key: LeaseKey, sub_pool: str, pages: Int64) -> LeasedPart:
-        """We write these ourselves, for that peer; raises `LeaseError` if they are not awaited."""
-        with self._lock:
-            incoming = self._waiting.get(key)
-            if incoming is None:
-                raise LeaseError(key[0], f"lease {key[1]} is not awaited")
-            return incoming.take(sender, sub_pool, pages)
-
     def failed(self, sender: str, key: LeaseKey, why: str) -> None:
         """A peer will not write them; raises `WireError` if another does."""
         with self._lock:
             self.bound(sender, key)
             self._fail(key, TransferFailed("same-host", sender, "sender", why, request=key[0]))
 
-    def revoke(self, key: LeaseKey, why: str) -> None:
-        """We do not want them any more."""
-        self._fail(key, LeaseError(key[0], why))
+    def revoke(self, key: LeaseKey, why: str) -> str | None:
+        """We do not want them any more; the only peer that may write them, if that is known."""
+        with self._lock:
+            incoming = self._waiting.get(key)
+            self._fail(key, LeaseError(key[0], why))
+            return None if incoming is None else incoming.sender
 
     def lost(self, gone: Source | None, why: str) -> None:
         """A peer is gone: what it had begun will not end. None: everything.
@@ -215,7 +195,11 @@ class IncomingTable:
 
     def _read(self, source: Source) -> None:
         try:
-            while (found := source.ring.next_ended()) is not None:
+            # A sender that keeps its ring full must not keep whoever waits.
+            for _ in range(RECORDS):
+                found = source.ring.next_ended()
+                if found is None:
+                    return
                 record, good = found
                 # Those of a lease that is not awaited (revoked since, or of none) count nowhere.
                 incoming = self._by_digest.get(record.digest)

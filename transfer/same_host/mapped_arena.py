@@ -20,6 +20,10 @@ __all__ = ["MappedArena"]
 
 _log = logging.getLogger(__name__)
 
+# What one update may name, and what may be mapped at one time: a peer that says more is not one of ours.
+_MAX_HANDLES = 4096
+_MAX_ROWS = 16384
+
 
 @final
 class MappedArena:
@@ -27,9 +31,8 @@ class MappedArena:
 
     Parameters
     ----------
-    driver : MemoryDriver, optional
-        Of our device: mapping gives that device access. None: only take note of what the peer exports,
-        as its side makes the copies.
+    driver : MemoryDriver
+        Of our device: mapping gives that device access.
     peer : str
         For messages.
     peer_base, reserved_bytes : int
@@ -43,16 +46,17 @@ class MappedArena:
         The driver has no addresses for it.
     """
 
-    def __init__(self, driver: MemoryDriver | None, peer: str, peer_base: int, reserved_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, peer: str, peer_base: int, reserved_bytes: int) -> None:
         if peer_base + reserved_bytes >= 1 << 63:
             raise WireError(f"{reserved_bytes} bytes at {peer_base:#x} end past 2**63")
         self._driver = driver
         self._peer = peer
         self.peer_base = peer_base
         self._reserved_bytes = reserved_bytes
-        self.base = 0 if driver is None else driver.reserve(reserved_bytes)
+        self.base = driver.reserve(reserved_bytes)
         self._maps: dict[int, tuple[int, int, int]] = {}
         self._staged = _Staged()
+        self._regions: list[Region] = []
         self.intervals = Intervals()
         self.epoch = -1
 
@@ -64,7 +68,7 @@ class MappedArena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
-        return 0 if self._driver is None else sum(nbytes for _, nbytes, _ in self._maps.values())
+        return sum(nbytes for _, nbytes, _ in self._maps.values())
 
     def stage(self, packet: Packet) -> bool:
         """Take note of one EXPORT packet, and own its descriptors; whether more of the update follows.
@@ -75,17 +79,23 @@ class MappedArena:
             The packet contradicts itself; its descriptors stay the caller's.
         """
         body = packet.body
-        epoch, fence, more = field(body, "epoch", int), field(body, "fence", bool), field(body, "more", bool)
+        epoch, more = field(body, "epoch", int), field(body, "more", bool)
         added, dropped, regions = rows(body, "add", 3), rows(body, "drop", 1), rows(body, "regions", 2)
         if len(added) != len(packet.fds):
             raise WireError(f"{len(packet.fds)} descriptors for {len(added)} handles")
         staged = self._staged
+        rows_so_far = len(staged.dropped) + len(staged.regions) + len(dropped) + len(regions)
+        handles = len(self._maps) + len(staged.added) + len(added)
+        if rows_so_far > _MAX_ROWS or handles > _MAX_HANDLES:
+            raise WireError(
+                f"an update of {rows_so_far} rows and {handles} handles: more than {_MAX_ROWS} "
+                f"and {_MAX_HANDLES}"
+            )
         staged.dropped += [serial for (serial,) in dropped]
         staged.added += [
             _Added(row[0], row[1], row[2], fd) for row, fd in zip(added, packet.fds, strict=True)
         ]
         staged.regions += [Region(self.peer_base + offset, nbytes) for offset, nbytes in regions]
-        staged.fence |= fence
         staged.epoch = epoch
         return more
 
@@ -96,7 +106,7 @@ class MappedArena:
         ----------
         drain : callable
             Waits until nothing is being copied to the peer; called before anything is unmapped, or a
-            region ceases to be one.
+            region ceases to be one. Whether that is needed is decided here, not by the peer.
 
         Raises
         ------
@@ -106,8 +116,11 @@ class MappedArena:
             A handle cannot be mapped. After either error the arena must be closed.
         """
         staged, self._staged = self._staged, _Staged()
+        after = Intervals(staged.regions)
         try:
-            if staged.fence:
+            if staged.dropped or not all(
+                after.covers(region.address, region.end) for region in self._regions
+            ):
                 drain()
             for serial in staged.dropped:
                 if serial not in self._maps:
@@ -124,7 +137,7 @@ class MappedArena:
         for region in staged.regions:
             if not mapped.covers(region.address, region.end):
                 raise WireError(f"{region.nbytes} bytes are registered where no memory was exported")
-        self.intervals = Intervals(staged.regions)
+        self._regions, self.intervals = staged.regions, after
         self.epoch = staged.epoch
 
     def close(self) -> None:
@@ -136,7 +149,7 @@ class MappedArena:
                 self._unmap(serial)
             except KvArenaError:
                 _log.exception("a part of %s's arena stays mapped", self._peer)
-        if self._driver is not None and self.base and not self._maps:
+        if self.base and not self._maps:
             try:
                 self._driver.release_reservation(self.base, self._reserved_bytes)
             except KvArenaError:
@@ -148,9 +161,6 @@ class MappedArena:
         serial, offset, nbytes, fd = added
         if serial in self._maps or nbytes == 0 or offset + nbytes > self._reserved_bytes:
             raise WireError(f"handle {serial} of {nbytes} bytes at offset {offset} does not fit")
-        if self._driver is None:
-            self._maps[serial] = (offset, nbytes, 0)
-            return
         try:
             handle = self._driver.import_fd(fd, nbytes)
             try:
@@ -164,11 +174,9 @@ class MappedArena:
 
     def _unmap(self, serial: int) -> None:
         offset, nbytes, handle = self._maps[serial]
-        if self._driver is not None:
-            self._driver.unmap(self.base + offset, nbytes)
+        self._driver.unmap(self.base + offset, nbytes)
         del self._maps[serial]
-        if self._driver is not None:
-            self._driver.release(handle)
+        self._driver.release(handle)
 
 
 class _Added(NamedTuple):
@@ -185,7 +193,6 @@ class _Staged:
     added: list[_Added] = dataclass_field(default_factory=list)
     dropped: list[int] = dataclass_field(default_factory=list)
     regions: list[Region] = dataclass_field(default_factory=list)
-    fence: bool = False
     epoch: int = 0
 
     def close(self) -> None:

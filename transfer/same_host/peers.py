@@ -1,88 +1,35 @@
-"""The receivers that an engine is attached to, and what it tells senders of itself."""
+"""The receivers that an engine is attached to."""
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
-from base64 import b64encode
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
-from kvarena.transfer.errors import Difference, ManifestMismatch, QuiesceTimeout, TransferFailed
+from kvarena.transfer.errors import QuiesceTimeout, TransferFailed
 from kvarena.transfer.same_host.attach import Description, attach
 from kvarena.transfer.same_host.channel import SocketLoop
 from kvarena.transfer.same_host.copy.clock import Copier
-from kvarena.transfer.same_host.direction import Asked, Direction
-from kvarena.transfer.same_host.errors import HandleImportError, PeerRefused
+from kvarena.transfer.same_host.errors import PeerRefused
 from kvarena.transfer.same_host.exports import Exports
-from kvarena.transfer.same_host.incoming import IncomingTable
-from kvarena.transfer.same_host.mapped_arena import MappedArena
-from kvarena.transfer.same_host.memory import ArenaMemory
-from kvarena.transfer.same_host.peer import Peer
-from kvarena.transfer.same_host.pull import Puller
-from kvarena.transfer.same_host.ring import Ring
-from kvarena.transfer.same_host.subscribers import Followers
+from kvarena.transfer.same_host.peer import Peer, SendingSide
+from kvarena.transfer.same_host.profile import EngineProfile
 
-if TYPE_CHECKING:
-    from kvarena.transfer.pages.manifest import Manifest
-
-__all__ = ["PeerSettings", "Peers", "Welcomes"]
-
-
-@dataclass(frozen=True)
-class PeerSettings:
-    """What an engine is, to its peers."""
-
-    name: str
-    identity: str
-    """Which life of it this is."""
-    arena: ArenaMemory
-    manifest: Manifest | None
-    direction: Asked
-    connect_timeout: float
-    drain_timeout: float
-
-    def encoded_manifest(self) -> bytes | None:
-        """For a peer."""
-        return None if self.manifest is None else self.manifest.encode()
-
-    def check_manifest(self, encoded: bytes | None) -> None:
-        """Raise `ManifestMismatch` unless a peer's pages are ours, or neither side says what its are."""
-        if self.manifest is None and encoded is None:
-            return
-        if self.manifest is None or encoded is None:
-            said = [value if value is None else "a manifest" for value in (self.manifest, encoded)]
-            raise ManifestMismatch([Difference("manifest", *said)])
-        self.manifest.check(type(self.manifest).decode(encoded))
-
-    def about_arena(self) -> dict[str, Any]:
-        """Where it lies, for a peer that maps it."""
-        return {
-            "memory": self.arena.driver.name,
-            "base": self.arena.base,
-            "reserved_bytes": self.arena.reserved_bytes,
-        }
+__all__ = ["Peers"]
 
 
 @final
 class Peers:
     """By name."""
 
-    def __init__(
-        self,
-        settings: PeerSettings,
-        copier: Copier,
-        exports: Exports,
-        followers: Followers,
-        loop: SocketLoop,
-    ) -> None:
-        self.settings = settings
+    def __init__(self, profile: EngineProfile, copier: Copier, exports: Exports, loop: SocketLoop) -> None:
+        self.profile = profile
         self._copier = copier
-        self._exports = exports
-        self._followers = followers
-        self._loop = loop
+        self._ours = SendingSide(copier, exports, loop, profile.drain_timeout, self._forget)
         self._connecting = threading.Lock()
         self._known: dict[str, Peer] = {}
+        # Those that are gone and under whose memory copies were still running.
+        self._undrained: list[Peer] = []
         self._closed = False
 
     def __getitem__(self, key: str) -> Peer:
@@ -102,7 +49,7 @@ class Peers:
     def connect(self, description: bytes) -> str:
         """See `SameHostEngine.connect`."""
         wanted = Description.decode(description)
-        timeout = self.settings.connect_timeout
+        timeout = self.profile.connect_timeout
         with self._connecting:
             if self._closed:
                 raise TransferFailed("same-host", wanted.name, "EBADF", "this engine is closed")
@@ -122,22 +69,7 @@ class Peers:
                 )
             if known is not None:
                 known.close("it was started anew")
-            peer = attach(
-                wanted,
-                name=self.settings.name,
-                identity=self.settings.identity,
-                manifest=self.settings.encoded_manifest(),
-                check_manifest=self.settings.check_manifest,
-                driver=self.settings.arena.driver,
-                copier=self._copier,
-                direction=self.settings.direction,
-                make_peer=lambda *parts: self._make(wanted, *parts),
-                timeout=timeout,
-            )
-            if peer.direction == "pull" and not peer.offer(self.settings.about_arena(), timeout):
-                why = peer.gone or f"it did not map our arena within {timeout:g} s"
-                peer.close(why)
-                raise HandleImportError(wanted.name, 0, self.settings.arena.reserved_bytes, why)
+            peer = attach(wanted, self.profile, self._copier, lambda attached: Peer(attached, self._ours))
             self._known[peer.name] = peer
             if peer.gone is not None:  # it went while it was being entered
                 self._forget(peer)
@@ -146,14 +78,24 @@ class Peers:
 
     def drain(self, timeout: float) -> None:
         """Wait for all copies to all of them. Raises `QuiesceTimeout`."""
-        for peer in self.all:
+        for peer in (*self.all, *self._undrained):
             if not peer.drain(timeout):
                 raise QuiesceTimeout(
                     f"Transfers to {peer.name} did not end", in_flight=peer.in_flight, seconds=timeout
                 )
 
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Unmap the memory of those that are gone and were still written to, where that has ended."""
+        for peer in tuple(self._undrained):
+            if peer.let_go():
+                with contextlib.suppress(ValueError):  # another thread has seen it, too
+                    self._undrained.remove(peer)
+
     def look_at_copier(self) -> None:
         """Nobody may be waiting when the device dies: let the receivers know."""
+        self.let_go()
         why = self._copier.fault()
         if why is not None:
             for peer in self.all:
@@ -180,72 +122,9 @@ class Peers:
         self._known = {}
         self._connecting = threading.Lock()
 
-    def _make(
-        self, wanted: Description, direction: Direction, arena: MappedArena, ring: Ring, sock: socket.socket
-    ) -> Peer:
-        return Peer(
-            wanted.name,
-            wanted.identity,
-            direction,
-            arena,
-            ring,
-            self._copier,
-            self._exports,
-            self._followers,
-            self._loop,
-            sock,
-            self._forget,
-            self.settings.drain_timeout,
-        )
-
     def _forget(self, peer: Peer) -> None:
         """A peer is gone; its successor of the same name may be there already."""
+        if peer.in_flight:
+            self._undrained.append(peer)
         if self._known.get(peer.name) is peer:
             self._known.pop(peer.name, None)
-
-
-@final
-class Welcomes:
-    """See `Host`."""
-
-    def __init__(
-        self, settings: PeerSettings, copier: Copier, exports: Exports, incoming: IncomingTable
-    ) -> None:
-        self._settings = settings
-        self._copier = copier
-        self._exports = exports
-        self._incoming = incoming
-
-    def welcome(self, device: str) -> dict[str, Any]:
-        """See `Host.welcome`."""
-        body: dict[str, Any] = {
-            "name": self._settings.name,
-            "identity": self._settings.identity,
-            "epoch": self._exports.epoch,
-            "device": self._copier.identity(),
-            "reaches": self._copier.can_reach(device),
-            **self._settings.about_arena(),
-        }
-        manifest = self._settings.encoded_manifest()
-        if manifest is not None:
-            body["manifest"] = b64encode(manifest).decode()
-        return body
-
-    def check_manifest(self, encoded: bytes | None) -> None:
-        """See `Host.check_manifest`."""
-        self._settings.check_manifest(encoded)
-
-    def make_puller(self, name: str, base: int, reserved_bytes: int, memory: str, ring: Ring) -> Puller:
-        """See `Host.make_puller`."""
-        driver = self._settings.arena.driver
-        if memory != driver.name:
-            raise HandleImportError(name, 0, reserved_bytes, f"it is {memory} memory, ours is {driver.name}.")
-        return Puller(
-            name,
-            MappedArena(driver, name, base, reserved_bytes),
-            self._copier,
-            self._exports,
-            self._incoming,
-            ring,
-            self._settings.drain_timeout,
-        )

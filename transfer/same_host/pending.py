@@ -7,11 +7,11 @@ from typing import Protocol, final
 from kvarena.transfer.errors import TransferFailed, TransferTimeout
 from kvarena.transfer.same_host.copy.clock import Clock
 
-__all__ = ["SameHostPending", "To"]
+__all__ = ["Receiver", "SameHostPending"]
 
 
-class To(Protocol):
-    """To whom it goes."""
+class Receiver(Protocol):
+    """What a transfer asks about the peer that it goes to."""
 
     @property
     def name(self) -> str:
@@ -35,21 +35,21 @@ class SameHostPending:
     ----------
     clock : Clock
         Which shows `number` when it has ended.
-    to : To
+    receiver : Receiver
     operations : int
         Pages or ranges, for messages.
     request : str, optional
         Whose pages.
     """
 
-    __slots__ = ("_clock", "_number", "_operations", "_request", "_to")
+    __slots__ = ("_clock", "_number", "_operations", "_receiver", "_request")
 
     def __init__(
-        self, clock: Clock, number: int, to: To, operations: int, request: str | None = None
+        self, clock: Clock, number: int, receiver: Receiver, operations: int, request: str | None = None
     ) -> None:
         self._clock = clock
         self._number = number
-        self._to = to
+        self._receiver = receiver
         self._operations = operations
         self._request = request
 
@@ -65,20 +65,20 @@ class SameHostPending:
 
     def wait(self, timeout: float | None = None) -> None:
         """See `Pending.wait`."""
-        self._to.look(self._number)  # while the copy runs, it costs nothing
+        self._receiver.look(self._number)  # while the copy runs, it costs nothing
         try:
             if not self._clock.wait(self._number, timeout):
-                raise TransferTimeout("same-host", self._to.name, timeout or 0.0, request=self._request)
+                raise TransferTimeout("same-host", self._receiver.name, timeout or 0.0, request=self._request)
         except RuntimeError as error:
             raise self._failure("copy", str(error)) from error
         self._require_peer()
 
     def _require_peer(self) -> None:
-        lost = self._to.loss(self._number)
+        lost = self._receiver.loss(self._number)
         if lost is not None:
             raise self._failure("peer", lost)
 
     def _failure(self, code: str, why: str) -> TransferFailed:
         return TransferFailed(
-            "same-host", self._to.name, code, why, operations=self._operations, request=self._request
+            "same-host", self._receiver.name, code, why, operations=self._operations, request=self._request
         )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
+from kvarena.transfer._batch import PageLease
 from kvarena.transfer.errors import LeaseError
 from kvarena.transfer.pages.plan import leased_ids
 from kvarena.transfer.protocol import Int64
 from kvarena.transfer.same_host.intervals import highest
 
-__all__ = ["LeaseKey", "LeasedPart", "PageLease", "SentLeases", "lease_digest"]
+__all__ = ["LeaseKey", "LeasedPart", "SentLeases", "lease_digest"]
 
 LeaseKey = tuple[str, int]
 """Request and serial."""
@@ -22,27 +22,10 @@ LeaseKey = tuple[str, int]
 _WHOLE = "has been written whole"
 # Leases that ended are remembered, so that nothing is written under them again.
 _REMEMBERED = 1 << 16
+# The names are the receiver's, and as long as it likes: so many characters of them are kept.
+_REMEMBERED_CHARACTERS = 16 << 20
 # Pages up to here are looked up in a map of that many bytes.
 _BITMAP_PAGES = 1 << 18
-
-
-class PageLease(Protocol):
-    """`kvarena.transfer.Lease`, as far as it is read here."""
-
-    @property
-    def request(self) -> str:
-        """Whose pages."""
-        ...
-
-    @property
-    def serial(self) -> int:
-        """Which lease of that request."""
-        ...
-
-    @property
-    def pages(self) -> Mapping[str, Sequence[int]]:
-        """Sub-pool name to page ids."""
-        ...
 
 
 def lease_digest(lease: PageLease) -> bytes:
@@ -194,6 +177,7 @@ class SentLeases:
     def __init__(self) -> None:
         self._open: dict[LeaseKey, dict[str, LeasedPart]] = {}
         self._ended: OrderedDict[LeaseKey, str] = OrderedDict()
+        self._ended_characters = 0
 
     def admit(self, lease: PageLease) -> None:
         """Get to know a lease before its first page is written. Raises `LeaseError`."""
@@ -246,6 +230,9 @@ class SentLeases:
 
     def _end(self, key: LeaseKey, why: str) -> None:
         self._open.pop(key, None)
+        if key not in self._ended:
+            self._ended_characters += len(key[0])
         self._ended[key] = why
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        while len(self._ended) > _REMEMBERED or self._ended_characters > _REMEMBERED_CHARACTERS:
+            oldest, _ = self._ended.popitem(last=False)
+            self._ended_characters -= len(oldest[0])

@@ -1,4 +1,4 @@
-"""Engines that know our arena: what they were told of it, and what they answered."""
+"""The senders that map our arena: what they were told of it, and what they answered."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import final
 
 from kvarena.transfer.same_host.channel import Channel, ChannelClosed
-from kvarena.transfer.same_host.exports import Exports, Told
+from kvarena.transfer.same_host.exports import Exports
 from kvarena.transfer.same_host.sent_leases import LeaseKey
-from kvarena.transfer.same_host.wire import Kind
+from kvarena.transfer.same_host.wire import PacketKind
 
-__all__ = ["Follower", "Followers"]
+__all__ = ["Subscriber", "Subscribers"]
 
 _log = logging.getLogger(__name__)
 
 
 @final
-class Follower:
+class Subscriber:
     """One of them.
 
     Parameters
@@ -28,21 +28,18 @@ class Follower:
         Of the engine.
     channel : Channel
         To it.
-    sends : bool
-        Whether it sends to us, so that leases are revoked with it.
     """
 
-    def __init__(self, name: str, channel: Channel, *, sends: bool = False) -> None:
+    def __init__(self, name: str, channel: Channel) -> None:
         self.name = name
         self.channel = channel
-        self.sends = sends
-        self.told = Told()
+        self.known_handles: frozenset[int] = frozenset()
         self.mapped_epoch = -1
         self.revoking: set[LeaseKey] = set()
 
 
 @final
-class Followers:
+class Subscribers:
     """All of them.
 
     Parameters
@@ -56,52 +53,42 @@ class Followers:
     def __init__(self, exports: Exports, changed: threading.Condition) -> None:
         self._exports = exports
         self._changed = changed
-        self._all: set[Follower] = set()
+        self._all: set[Subscriber] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Who they are."""
         with self._changed:
-            return tuple(follower.name for follower in self._all)
+            return tuple(subscriber.name for subscriber in self._all)
 
-    def add(
-        self, follower: Follower, is_gone: Callable[[], bool] = lambda: False, timeout: float = 0.0
-    ) -> bool:
-        """Tell one more what there is; whether it has mapped it within `timeout` seconds."""
+    def add(self, subscriber: Subscriber) -> None:
+        """Tell one more what there is."""
         with self._changed:
-            self._all.add(follower)
-            epoch = self._exports.epoch
-            self._tell(follower, fence=False)
-            return (
-                self._changed.wait_for(lambda: follower.mapped_epoch >= epoch or is_gone(), timeout)
-                and not is_gone()
-            )
+            self._all.add(subscriber)
+            self._tell(subscriber)
 
-    def remove(self, follower: Follower) -> None:
+    def remove(self, subscriber: Subscriber) -> None:
         """It is gone."""
         with self._changed:
-            self._all.discard(follower)
+            self._all.discard(subscriber)
             self._changed.notify_all()
 
-    def answered(self, follower: Follower, epoch: int) -> None:
+    def answered(self, subscriber: Subscriber, epoch: int) -> None:
         """It has mapped that epoch, and uses nothing older."""
         with self._changed:
-            follower.mapped_epoch = epoch
+            subscriber.mapped_epoch = epoch
             self._changed.notify_all()
 
-    def revoked(self, follower: Follower, key: LeaseKey) -> None:
+    def revoked(self, subscriber: Subscriber, key: LeaseKey) -> None:
         """It writes nothing more under that lease."""
         with self._changed:
-            follower.revoking.discard(key)
+            subscriber.revoking.discard(key)
             self._changed.notify_all()
 
-    def tell_all(self, *, fence: bool) -> None:
-        """Send every one what has changed; the caller holds the lock.
-
-        `fence`: they must end what they are copying before they follow, as a region has gone.
-        """
-        for follower in list(self._all):
-            self._tell(follower, fence=fence)
+    def tell_all(self) -> None:
+        """Send every one what has changed; the caller holds the lock."""
+        for subscriber in list(self._all):
+            self._tell(subscriber)
 
     def wait_until_let_go(self, epoch: int, timeout: float) -> None:
         """Wait until none maps or uses anything older; whoever does not answer is let go.
@@ -109,39 +96,48 @@ class Followers:
         Its memory is then its own copy of what was ours: a handle lives as long as anyone maps it.
         """
         self._wait(
-            lambda follower: follower.mapped_epoch >= epoch,
+            lambda subscriber: subscriber.mapped_epoch >= epoch,
             timeout,
             "did not let go of memory that is given back",
         )
 
-    def revoke(self, key: LeaseKey, timeout: float) -> None:
-        """Tell every sender that a lease has ended, and wait until nobody writes under it."""
+    def revoke(self, key: LeaseKey, sender: str | None, timeout: float) -> None:
+        """Tell senders that a lease has ended, and wait until nobody writes under it.
+
+        Parameters
+        ----------
+        sender : str, optional
+            The only one that may write it, if that is known: then nobody else is asked or waited for.
+        """
         with self._changed:
-            for follower in self._all:
-                if follower.sends:
-                    follower.revoking.add(key)
-                    with contextlib.suppress(ChannelClosed):
-                        follower.channel.send(Kind.REVOKE, {"request": key[0], "serial": key[1]})
+            for subscriber in self._all:
+                if sender not in (None, subscriber.name):
+                    continue
+                subscriber.revoking.add(key)
+                with contextlib.suppress(ChannelClosed):
+                    subscriber.channel.send(PacketKind.REVOKE, {"request": key[0], "serial": key[1]})
         self._wait(
-            lambda follower: key not in follower.revoking, timeout, "did not answer that a lease was revoked"
+            lambda subscriber: key not in subscriber.revoking,
+            timeout,
+            "did not answer that a lease was revoked",
         )
 
-    def _tell(self, follower: Follower, *, fence: bool) -> None:
+    def _tell(self, subscriber: Subscriber) -> None:
         try:
-            for page in self._exports.update_for(follower.told, fence=fence):
-                follower.channel.send(Kind.EXPORT, page.body, page.fds)
+            for page in self._exports.update_for(subscriber.known_handles):
+                subscriber.channel.send(PacketKind.EXPORT, page.body, page.fds)
         except ChannelClosed:
             return  # its end is on its way
-        self._exports.told_all(follower.told)
+        subscriber.known_handles = self._exports.handles
 
-    def _wait(self, answered: Callable[[Follower], bool], timeout: float, otherwise: str) -> None:
-        def silent() -> list[Follower]:
-            return [follower for follower in self._all if not answered(follower)]
+    def _wait(self, answered: Callable[[Subscriber], bool], timeout: float, otherwise: str) -> None:
+        def silent() -> list[Subscriber]:
+            return [subscriber for subscriber in self._all if not answered(subscriber)]
 
         with self._changed:
             if self._changed.wait_for(lambda: not silent(), timeout):
                 return
             late = silent()
-        for follower in late:
-            _log.warning("same-host: %s %s within %g s: it is detached", follower.name, otherwise, timeout)
-            follower.channel.close(f"it {otherwise}")
+        for subscriber in late:
+            _log.warning("same-host: %s %s within %g s: it is detached", subscriber.name, otherwise, timeout)
+            subscriber.channel.close(f"it {otherwise}")

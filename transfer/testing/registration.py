@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kvarena.transfer.errors import RegistrationError, TransferFailed
-from kvarena.transfer.pages.plan import plan_page_copies
+from kvarena.transfer.pages.plan import PageSide, plan_page_copies
 from kvarena.transfer.testing.memory import assert_same_bytes
 from kvarena.transfer.testing.pairs import EnginePairs, Pair, pattern
 
@@ -104,13 +104,9 @@ class RegistrationContract(EnginePairs):
         pair.source.write(0, pattern(1, self.backed_bytes))
         ids = np.arange(pages - 1)
         plan = plan_page_copies(
-            pair.source.base,
-            ids,
-            pair.target.base,
-            ids + 1,
+            PageSide(pair.source.base, ids, seams[0]),
+            PageSide(pair.target.base, ids + 1, seams[1]),
             self.page_bytes,
-            src_seams=seams[0],
-            dst_seams=seams[1],
         )
         pair.source.engine.submit(pair.connect(), *plan).wait(self.timeout)
         sent = pattern(1, self.backed_bytes)[: -self.page_bytes]

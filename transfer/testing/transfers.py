@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 from kvarena.transfer.errors import TransferFailed, TransferTimeout
-from kvarena.transfer.pages.plan import plan_page_copies
+from kvarena.transfer.pages.plan import PageSide, plan_page_copies
 from kvarena.transfer.testing.hosts import RemoteHost
 from kvarena.transfer.testing.memory import assert_same_bytes
 from kvarena.transfer.testing.pairs import EnginePairs, Pair, ends, pattern, some_pages
@@ -28,13 +28,9 @@ class TransferContract(EnginePairs):
         num_pages = self.backed_bytes // self.page_bytes
         src, dst = some_pages(num_pages, 3), some_pages(num_pages, 4)
         plan = plan_page_copies(
-            ready.source.base,
-            src,
-            ready.target.base,
-            dst,
+            PageSide(ready.source.base, src, ready.source.seams()),
+            PageSide(ready.target.base, dst, ready.target.seams()),
             self.page_bytes,
-            src_seams=ready.source.seams(),
-            dst_seams=ready.target.seams(),
         )
         ready.source.engine.submit(peer, *plan).wait(self.timeout)
         sent = pattern(1, self.backed_bytes)
@@ -179,13 +175,9 @@ class TransferContract(EnginePairs):
         num_pages = self.backed_bytes // self.page_bytes
         dst = np.arange(num_pages // 2, num_pages // 2 + num_pages)
         plan = plan_page_copies(
-            ready.source.base,
-            np.arange(num_pages),
-            ready.target.base,
-            dst,
+            PageSide(ready.source.base, np.arange(num_pages), ready.source.seams()),
+            PageSide(ready.target.base, dst, ready.target.seams()),
             self.page_bytes,
-            src_seams=ready.source.seams(),
-            dst_seams=ready.target.seams(),
         )
         ready.source.engine.submit(peer, *plan).wait(self.timeout)
         start = num_pages // 2 * self.page_bytes

@@ -89,7 +89,7 @@ def refusals(engine: str, reasons: Iterable[Refusal]) -> Iterator[Finding]:
 def _directory(settings: Settings) -> Iterator[Finding]:
     """Sockets and status files need a directory that only we can enter; one that is not there is made."""
     from kvarena.plugin.observe.status.files import directory_of, exists
-    from kvarena.transfer.same_host.socket_path import check_directory
+    from kvarena.transfer.owner_only import check_directory
 
     directory: Path = directory_of(settings)
     if not exists(directory):

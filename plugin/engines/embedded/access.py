@@ -134,7 +134,7 @@ def local_endpoint(settings: Settings) -> str:
     AddressInUse
         Its path is too long for a socket.
     """
-    from kvarena.transfer.same_host.socket_path import check_directory
+    from kvarena.transfer.owner_only import check_directory
 
     directory = Path(os.path.abspath(directory_of(settings)))
     check_directory(directory, create=True)

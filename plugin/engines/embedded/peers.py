@@ -8,7 +8,7 @@ import msgspec
 from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.embedded.clock import AwakeClock
 from kvarena.plugin.engines.embedded.config import FULL, WINDOW, EngineConfig, ModelConfig
-from kvarena.transfer import ArenaPages, Difference, Hello, Manifest, ManifestMismatch, SubPoolManifest
+from kvarena.transfer import ArenaPages, Difference, Manifest, ManifestMismatch, PeerPages, SubPoolManifest
 
 if TYPE_CHECKING:
     from kvarena.pool import UnifiedKVPool
@@ -97,7 +97,7 @@ def check_peer(channel: PageChannel, model: ModelConfig, pages: bytes, their_mod
     """
     differences: list[Difference] = []
     try:
-        theirs = msgspec.msgpack.decode(pages, type=Hello)
+        theirs = msgspec.msgpack.decode(pages, type=PeerPages)
         channel.manifest.check(theirs.manifest)
         if theirs.engine != channel.engine.name:
             differences.append(Difference("transfer engine", channel.engine.name, theirs.engine))

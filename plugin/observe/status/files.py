@@ -49,7 +49,7 @@ class Found:
 
 def directory_of(settings: Settings) -> Path:
     """Where this user's status files lie: ``KVARENA_SOCKET_DIR``, or the directory of the sockets."""
-    from kvarena.transfer.same_host.socket_path import default_directory
+    from kvarena.transfer.owner_only import default_directory
 
     return Path(settings.socket_dir) if settings.socket_dir else default_directory()
 
@@ -235,7 +235,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _remove_dead_sockets(directory: Path) -> None:
-    from kvarena.transfer.same_host.socket_path import remove_dead_sockets
+    from kvarena.transfer.same_host.sockets import remove_dead_sockets
 
     with contextlib.suppress(OSError):
         remove_dead_sockets(directory)
@@ -300,7 +300,7 @@ def _is_still(path: Path, about: os.stat_result) -> bool:
 
 def check_status_directory(directory: Path, *, create: bool = False) -> None:
     """Raise `KvArenaError` unless a directory is ours alone."""
-    from kvarena.transfer.same_host.socket_path import check_directory
+    from kvarena.transfer.owner_only import check_directory
 
     try:
         check_directory(directory, create=create)

@@ -35,7 +35,7 @@ def processes() -> Iterator[list[object]]:
         process.close()
 
 
-def make_pair(processes: list[object], where: str, way: str) -> Iterator[tuple[object, object]]:
+def make_pair(processes: list[object], where: str) -> Iterator[tuple[object, object]]:
     """A sender here and a receiver in another process; 64 MiB backed and registered on each side."""
     import torch
     from kvarena.transfer.testing import PeerProcess, RemoteHost
@@ -51,7 +51,7 @@ def make_pair(processes: list[object], where: str, way: str) -> Iterator[tuple[o
         last = PeerProcess()
         processes.append(last)
     there = RemoteHost(last, MakeEngine(), memory, 128 * MIB, 64 * MIB, host=CudaHost)
-    here = CudaHost(MakeEngine(direction=way), CudaMemory, 128 * MIB, 64 * MIB)
+    here = CudaHost(MakeEngine(), CudaMemory, 128 * MIB, 64 * MIB)
     try:
         here.register((0, 64 * MIB))
         there.register((0, 64 * MIB))
@@ -63,12 +63,5 @@ def make_pair(processes: list[object], where: str, way: str) -> Iterator[tuple[o
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
 def pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tuple[object, object]]:
-    """The sender's GPU writes."""
-    yield from make_pair(processes, request.param, "push")
-
-
-@pytest.fixture(params=["one GPU, push", "one GPU, pull", "two GPUs, push", "two GPUs, pull"])
-def either_pair(request: pytest.FixtureRequest, processes: list[object]) -> Iterator[tuple[object, object]]:
-    """The sender's GPU writes, or the receiver's reads."""
-    where, way = request.param.split(", ")
-    yield from make_pair(processes, where, way)
+    """The receiver is on the sender's GPU, or on another."""
+    yield from make_pair(processes, request.param)

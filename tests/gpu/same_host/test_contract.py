@@ -13,11 +13,3 @@ class TestSameHostEngineOnCuda(TransferEngineContract):
     engine_factory = MakeEngine()
     memory_factory = CudaMemory
     leak_allowance = (8, 64, 4)
-
-
-class TestPulledOnCuda(TransferEngineContract):
-    """The receiver's process copies."""
-
-    engine_factory = MakeEngine(direction="pull")
-    memory_factory = CudaMemory
-    leak_allowance = (8, 64, 4)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from kvarena.transfer import PageBatch
 from kvarena.transfer.testing import assert_same_bytes
 
 if TYPE_CHECKING:
@@ -38,10 +39,8 @@ def lease_of(pages: np.ndarray, serial: int = 1) -> object:
     ("page_bytes", "pages"),
     [(65536, 500), (16384, 2000), (20480, 700), (3008, 9000), (100, 20000), (16, 300_000), (MIB, 30)],
 )
-def test_random_pages_arrive_and_no_other_byte_changes(
-    either_pair: Pair, page_bytes: int, pages: int
-) -> None:
-    here, there = either_pair
+def test_random_pages_arrive_and_no_other_byte_changes(pair: Pair, page_bytes: int, pages: int) -> None:
+    here, there = pair
     sent = randomize(here)
     there.process.call("fill", 0xA5)
     rng = np.random.default_rng(page_bytes)
@@ -50,7 +49,7 @@ def test_random_pages_arrive_and_no_other_byte_changes(
     lease = lease_of(dst)
     there.process.call("expect", lease)
     peer = here.engine.connect(there.describe())
-    here.engine.submit_pages(peer, src, dst, page_bytes, lease).wait(20)  # type: ignore[arg-type]
+    here.engine.submit_pages(peer, PageBatch(src, dst, page_bytes, lease)).wait(20)  # type: ignore[arg-type]
     assert there.process.call("arrived")
     used = places * page_bytes
     expected = np.full((places, page_bytes), 0xA5, np.uint8)
@@ -69,10 +68,8 @@ def test_random_pages_arrive_and_no_other_byte_changes(
     ],
     ids=["whole", "large", "odd", "many"],
 )
-def test_ranges_arrive_and_no_other_byte_changes(
-    either_pair: Pair, copies: list[tuple[int, int, int]]
-) -> None:
-    here, there = either_pair
+def test_ranges_arrive_and_no_other_byte_changes(pair: Pair, copies: list[tuple[int, int, int]]) -> None:
+    here, there = pair
     sent = np.frombuffer(randomize(here), np.uint8)
     there.process.call("fill", 0xA5)
     peer = here.engine.connect(there.describe())
@@ -84,8 +81,8 @@ def test_ranges_arrive_and_no_other_byte_changes(
     assert_same_bytes(there.read(0, 64 * MIB), expected.tobytes())
 
 
-def test_a_copy_waits_for_the_stream_that_writes_its_source(either_pair: Pair) -> None:
-    here, there = either_pair
+def test_a_copy_waits_for_the_stream_that_writes_its_source(pair: Pair) -> None:
+    here, there = pair
     peer = here.engine.connect(there.describe())
     here.engine.prepare(16384)
     stream = torch.cuda.Stream()
@@ -95,28 +92,21 @@ def test_a_copy_waits_for_the_stream_that_writes_its_source(either_pair: Pair) -
     pages = np.arange(4096)
     lease = lease_of(pages)
     there.process.call("expect", lease)
-    pending = here.engine.submit_pages(
-        peer,
-        pages,
-        pages,
-        16384,
-        lease,  # type: ignore[arg-type]
-        after=stream.cuda_stream,
-    )
+    pending = here.engine.submit_pages(peer, PageBatch(pages, pages, 16384, lease, after=stream.cuda_stream))
     pending.wait(20)
     assert_same_bytes(there.read(0, 64 * MIB), b"\x3c" * (64 * MIB))
 
 
-def test_the_receiver_hears_from_the_sender_alone(either_pair: Pair) -> None:
+def test_the_receiver_hears_from_the_sender_alone(pair: Pair) -> None:
     """Nobody in the sending process looks at the copy, and the receiver knows all the same."""
-    here, there = either_pair
+    here, there = pair
     sent = randomize(here)
     peer = here.engine.connect(there.describe())
     pages = np.random.default_rng(9).permutation(4096)[:700]
     lease = lease_of(pages)
     there.process.call("expect", lease)
     pending = [
-        here.engine.submit_pages(peer, part, part, 16384, lease)  # type: ignore[arg-type]
+        here.engine.submit_pages(peer, PageBatch(part, part, 16384, lease))  # type: ignore[arg-type]
         for part in np.array_split(pages, 7)
     ]
     assert there.process.call("arrived")
@@ -140,7 +130,9 @@ def test_growth_and_give_back_under_traffic(pair: Pair) -> None:
             while not stop.is_set():
                 rounds += 1
                 pages = np.random.default_rng(rounds).permutation(4096)[:512]
-                here.engine.submit_pages(peer, pages, pages, 16384, lease_of(pages, rounds)).wait(20)  # type: ignore[arg-type]
+                here.engine.submit_pages(peer, PageBatch(pages, pages, 16384, lease_of(pages, rounds))).wait(
+                    20
+                )  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - the test's own thread asserts on it
             failures.append(error)
 
@@ -155,7 +147,7 @@ def test_growth_and_give_back_under_traffic(pair: Pair) -> None:
     assert failures == []
     assert rounds >= 10
     every = np.arange(4096)
-    here.engine.submit_pages(peer, every, every, 16384, lease_of(every, 0)).wait(20)  # type: ignore[arg-type]
+    here.engine.submit_pages(peer, PageBatch(every, every, 16384, lease_of(every, 0))).wait(20)  # type: ignore[arg-type]
     assert_same_bytes(there.read(0, 64 * MIB), sent)
     assert here.engine.peer(peer).mapped_bytes == 64 * MIB
 

@@ -9,7 +9,7 @@ import pytest
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request, Result
-from kvarena.transfer import LeasedPageEngine, LeaseError, RecordingEngine
+from kvarena.transfer import LeasedPageEngine, LeaseError, PageBatch, RecordingEngine
 from kvarena.transfer.testing.recording import FinishedTransfer
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def test_what_a_cancelled_request_leased_is_not_written_any_more(pair: Pair, tex
     assert pair.results[texts[-1].rid].reason == "error"
     assert pair.leaks() == []
     with pytest.raises(LeaseError, match="revoked"):
-        pair.engines["prefill"].ledger.engine.submit_pages(  # type: ignore[attr-defined]
-            peer, lease.pages["full"], lease.pages["full"], 1024, lease
+        pair.engines["prefill"].ledger.engine.submit_pages(
+            peer, PageBatch(lease.pages["full"], lease.pages["full"], 1024, lease)
         )
 
 

@@ -12,6 +12,7 @@ from kvarena.transfer import (
     LeasedPageEngine,
     LeaseError,
     Manifest,
+    PageBatch,
     PageChannel,
     PageMoves,
     RecordingEngine,
@@ -42,21 +43,20 @@ class Leasing(RecordingEngine):
         self.refused = refused
         self.got: list[tuple[Any, ...]] = []
 
-    def submit_pages(
-        self,
-        peer: str,
-        src_pages: Any,
-        dst_pages: Any,
-        page_bytes: int,
-        lease: Lease,
-        *,
-        sub_pool: str = "full",
-        src_base: int | None = None,
-        dst_base: int | None = None,
-    ) -> FinishedTransfer:
-        if sub_pool == self.refused:
+    def submit_pages(self, peer: str, batch: PageBatch) -> FinishedTransfer:
+        if batch.sub_pool == self.refused:
             raise TransferFailed(self.name, peer, "NO", "refused")
-        self.got.append((sub_pool, src_pages, dst_pages, page_bytes, lease.serial, src_base, dst_base))
+        self.got.append(
+            (
+                batch.sub_pool,
+                batch.src,
+                batch.dst,
+                batch.page_bytes,
+                batch.lease.serial,
+                batch.src_base,
+                batch.dst_base,
+            )
+        )
         return FinishedTransfer()
 
     def admit(self, peer: str, lease: Lease) -> None:

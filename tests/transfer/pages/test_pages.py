@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvarena.transfer import PageCopies, PageError, join_copies, plan_page_copies
+from kvarena.transfer import PageCopies, PageError, PageSide, join_copies, plan_page_copies
 
 PAGE = 8
 SRC, DST = 1000, 9000
@@ -37,13 +37,9 @@ def test_plans_move_every_page_in_the_fewest_copies(
 ) -> None:
     src_seams, dst_seams = {SRC + cut for cut in src_cuts}, {DST + cut for cut in dst_cuts}
     plan = plan_page_copies(
-        SRC,
-        [s for s, _ in pairs],
-        DST,
-        [d for _, d in pairs],
+        PageSide(SRC, [s for s, _ in pairs], sorted(src_seams)),
+        PageSide(DST, [d for _, d in pairs], sorted(dst_seams)),
         PAGE,
-        src_seams=sorted(src_seams),
-        dst_seams=sorted(dst_seams),
     )
     moved = {
         (src + byte, dst + byte)
@@ -70,15 +66,15 @@ def test_plans_move_every_page_in_the_fewest_copies(
 def test_ids_of_any_size_make_the_same_plan(pairs: list[tuple[int, int]], far: int, away: int) -> None:
     """Small ids are sorted in one word a pair, large ones by two keys."""
     src, dst = [s for s, _ in pairs], [d for _, d in pairs]
-    near = plan_page_copies(0, src, 0, dst, PAGE)
-    there = plan_page_copies(0, [s + far for s in src], 0, [d + away for d in dst], PAGE)
+    near = plan_page_copies(PageSide(0, src), PageSide(0, dst), PAGE)
+    there = plan_page_copies(PageSide(0, [s + far for s in src]), PageSide(0, [d + away for d in dst]), PAGE)
     assert near.lengths.tolist() == there.lengths.tolist()
     assert (near.src + far * PAGE).tolist() == there.src.tolist()
     assert (near.dst + away * PAGE).tolist() == there.dst.tolist()
 
 
 def test_runs_are_found_in_any_order() -> None:
-    plan = plan_page_copies(0, [7, 3, 6, 5], 0, [17, 3, 16, 15], 16384)
+    plan = plan_page_copies(PageSide(0, [7, 3, 6, 5]), PageSide(0, [17, 3, 16, 15]), 16384)
     assert [column.tolist() for column in plan] == [
         [3 * 16384, 5 * 16384],
         [3 * 16384, 15 * 16384],
@@ -87,14 +83,17 @@ def test_runs_are_found_in_any_order() -> None:
 
 
 def test_nothing_to_copy_is_an_empty_plan() -> None:
-    plan = plan_page_copies(0, [], 0, np.empty(0), 16384)
+    plan = plan_page_copies(PageSide(0, []), PageSide(0, np.empty(0)), 16384)
     assert plan.nbytes == 0
     assert len(plan.src) == 0
     assert join_copies().nbytes == 0
 
 
 def test_plans_of_sub_pools_become_one_batch() -> None:
-    joined = join_copies(plan_page_copies(0, [1], 0, [2], 8), plan_page_copies(0, [1, 5], 0, [3, 4], 4))
+    joined = join_copies(
+        plan_page_copies(PageSide(0, [1]), PageSide(0, [2]), 8),
+        plan_page_copies(PageSide(0, [1, 5]), PageSide(0, [3, 4]), 4),
+    )
     assert [column.tolist() for column in joined] == [[8, 4, 20], [16, 12, 16], [8, 4, 4]]
     assert isinstance(joined, PageCopies)
 
@@ -118,22 +117,28 @@ def test_plans_of_sub_pools_become_one_batch() -> None:
 )
 def test_page_ids_that_make_no_sense_are_refused(src: list[object], dst: list[object], message: str) -> None:
     with pytest.raises(PageError, match=message):
-        plan_page_copies(0, src, 0, dst, PAGE, src_num_pages=10, dst_num_pages=10)  # type: ignore[arg-type]
+        plan_page_copies(
+            PageSide(0, src, num_pages=10),  # type: ignore[arg-type]
+            PageSide(0, dst, num_pages=10),  # type: ignore[arg-type]
+            PAGE,
+        )
 
 
 @pytest.mark.parametrize("page_bytes", [0, -8])
 def test_a_page_without_bytes_is_refused(page_bytes: int) -> None:
     with pytest.raises(PageError, match=f"{page_bytes} bytes"):
-        plan_page_copies(0, [0], 0, [0], page_bytes)
+        plan_page_copies(PageSide(0, [0]), PageSide(0, [0]), page_bytes)
 
 
 @pytest.mark.parametrize(("src", "base"), [([2**62], 0), ([0], 2**63), ([0], -1), ([2**64 - 1], 0)])
 def test_addresses_that_do_not_exist_are_refused(src: list[int], base: int) -> None:
     with pytest.raises(PageError, match="no address"):
-        plan_page_copies(base, np.array(src, np.uint64), 0, [0], 16384)
+        plan_page_copies(PageSide(base, np.array(src, np.uint64)), PageSide(0, [0]), 16384)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
 def test_ids_of_any_integer_type(dtype: type) -> None:
-    plan = plan_page_copies(0, np.array([3, 4], dtype), 0, np.array([7, 8], dtype), 1 << 30)
+    plan = plan_page_copies(
+        PageSide(0, np.array([3, 4], dtype)), PageSide(0, np.array([7, 8], dtype)), 1 << 30
+    )
     assert [column.tolist() for column in plan] == [[3 << 30], [7 << 30], [2 << 30]]

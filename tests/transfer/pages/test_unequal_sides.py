@@ -62,8 +62,7 @@ def recording(_stack: contextlib.ExitStack, _arena: Arena, choose: random.Random
 @pytest.fixture
 def same_host(tmp_path: Path) -> Engines:
     def make(stack: contextlib.ExitStack, arena: Arena, choose: random.Random) -> SameHostEngine:
-        way = choose.choice(["push", "pull"])
-        engine = SameHostEngine(arena, directory=tmp_path / "s", direction=way)  # type: ignore[arg-type]
+        engine = SameHostEngine(arena, directory=tmp_path / "s")
         stack.callback(engine.close)
         return engine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvarena.pool import Arena, HostVmm
-from kvarena.transfer import Lease, Region
+from kvarena.transfer import Lease, PageBatch, Region
 from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import EngineHost
 
@@ -88,7 +88,7 @@ class SameHost(EngineHost):
         return self.engine.connect(description)
 
     def send(self, peer: str, lease: Lease, src: list[int], dst: list[int]) -> None:
-        self.engine.submit_pages(peer, src, dst, PAGE, lease).wait(10)
+        self.engine.submit_pages(peer, PageBatch(src, dst, PAGE, lease)).wait(10)
 
     def admit(self, peer: str, lease: Lease) -> None:
         self.engine.admit(peer, lease)

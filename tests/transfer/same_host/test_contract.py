@@ -9,10 +9,3 @@ from same_host_support import ArenaMemory, MakeEngine
 class TestSameHostEngine(TransferEngineContract):
     engine_factory = MakeEngine()
     memory_factory = ArenaMemory
-
-
-class TestPulled(TransferEngineContract):
-    """The receiver's process copies."""
-
-    engine_factory = MakeEngine(direction="pull")
-    memory_factory = ArenaMemory

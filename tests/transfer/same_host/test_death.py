@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvarena.transfer import TransferFailed
+from kvarena.transfer import LeaseError, PageBatch, TransferFailed
 from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import PeerProcess, RemoteHost, assert_same_bytes, leftovers
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
@@ -126,7 +126,7 @@ def test_a_receiver_that_closes_ends_what_waits_for_it(
     receiver.process.call("close")
     assert until(lambda: _gone(sender.engine, peer))
     with pytest.raises(TransferFailed):
-        sender.engine.submit_pages(peer, [1], [1], PAGE, lease)
+        sender.engine.submit_pages(peer, PageBatch([1], [1], PAGE, lease))
 
 
 def _gone(engine: SameHostEngine, peer: str) -> bool:
@@ -135,3 +135,33 @@ def _gone(engine: SameHostEngine, peer: str) -> bool:
     except TransferFailed:
         return True
     return False
+
+
+@pytest.mark.parametrize("binds", ["expected from it", "admitted"])
+def test_a_sender_that_dies_before_its_first_page_fails_what_it_was_to_write(
+    make_receiver: Callable[..., RemoteHost],
+    directory: Path,
+    binds: str,
+) -> None:
+    here = SameHost(MakeEngine(directory, name="here"), ArenaMemory, 16 * MIB, 8 * MIB)
+    try:
+        here.register((0, 8 * MIB))
+        mine, others = a_lease([1, 2], 1, "mine"), a_lease([3], 2, "others")
+        there = make_receiver(name="there")
+        there.process.call("connect", here.describe())
+        incoming = here.engine.expect(mine, sender="there" if binds == "expected from it" else None)
+        other = here.engine.expect(others)
+        if binds == "admitted":
+            there.process.call("admit", "here", mine)
+            deadline = time.monotonic() + 10
+            while incoming.sender is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+        there.process.kill()
+        with pytest.raises(TransferFailed, match="mine"):
+            incoming.wait(10)
+        assert not other.done()
+        here.engine.revoke(others)
+        with pytest.raises(LeaseError):
+            other.wait(10)
+    finally:
+        here.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvarena.transfer import QuiesceTimeout, Region, TransferFailed
+from kvarena.transfer import PageBatch, QuiesceTimeout, Region, TransferFailed
 from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, ArenaMemory, MakeEngine, SameHost, a_lease
 
@@ -30,7 +30,7 @@ def test_growth_and_give_back_under_traffic_refuse_nothing(sender: SameHost, rec
                 rounds += 1
                 dst = rng.permutation(256)[:64]
                 lease = a_lease(dst.tolist(), rounds)
-                sender.engine.submit_pages(peer, dst + 256, dst, PAGE, lease).wait(10)
+                sender.engine.submit_pages(peer, PageBatch(dst + 256, dst, PAGE, lease)).wait(10)
         except Exception as error:  # noqa: BLE001 - the test's own thread asserts on it
             failures.append(error)
 
@@ -49,7 +49,7 @@ def test_growth_and_give_back_under_traffic_refuse_nothing(sender: SameHost, rec
     assert failures == []
     assert rounds >= 15
     last = a_lease(list(range(256)), 0)
-    sender.engine.submit_pages(peer, np.arange(256) + 256, np.arange(256), PAGE, last).wait(10)
+    sender.engine.submit_pages(peer, PageBatch(np.arange(256) + 256, np.arange(256), PAGE, last)).wait(10)
     assert_same_bytes(receiver.read(0, 4 * MIB), sender.read(4 * MIB, 4 * MIB))
     assert sender.engine.peer(peer).mapped_bytes == 8 * MIB
 
@@ -159,11 +159,11 @@ def test_memory_that_could_not_be_taken_back_is_registered_still(
     engine, regions = receiver.engine, receiver.engine.regions
     hangs = [False, True]  # as long as it does
 
-    def drain() -> None:
+    def drain(_timeout: float) -> None:
         if hangs and hangs.pop(0):
             raise QuiesceTimeout("Transfers did not end", in_flight=1, seconds=0)
 
-    monkeypatch.setattr(engine, "_drain", drain)
+    monkeypatch.setattr(engine._peers, "drain", drain)
     with pytest.raises(QuiesceTimeout):
         engine.unregister(regions)
     assert engine.regions == regions

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kvarena.pool import Arena, HostVmm
-from kvarena.transfer import LeaseError, PageError, Region, TransferFailed
+from kvarena.transfer import LeaseError, PageBatch, PageError, Region, TransferFailed
 from kvarena.transfer.same_host import attach as attach_module
 from kvarena.transfer.same_host import channel as channel_module
 from kvarena.transfer.same_host import server as server_module
-from kvarena.transfer.same_host import socket_path as path_module
+from kvarena.transfer.same_host import sockets as path_module
 from kvarena.transfer.same_host import wire
 from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.same_host.errors import PeerRefused, WireError
@@ -31,7 +31,7 @@ from kvarena.transfer.same_host.incoming import IncomingTable, Source
 from kvarena.transfer.same_host.intervals import Intervals
 from kvarena.transfer.same_host.ring import Ring
 from kvarena.transfer.same_host.sent_leases import lease_digest
-from kvarena.transfer.same_host.socket_path import dial
+from kvarena.transfer.same_host.sockets import dial
 from same_host_support import MIB, PAGE, a_lease
 
 TOP = (1 << 63) - 1
@@ -69,7 +69,9 @@ def knock(engine: SameHostEngine) -> socket.socket:
 
 
 def say_hello(raw: socket.socket, name: str, identity: str = "i") -> None:
-    wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": name, "identity": identity, "device": "host"}))
+    wire.transmit(
+        raw, wire.encode(wire.PacketKind.HELLO, {"name": name, "identity": identity, "device": "host"})
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -107,14 +109,14 @@ def test_what_are_no_integers_of_64_bits_is_refused_with_the_state_unchanged(
     with pytest.raises(TransferFailed, match=r"integers|past|array"):
         good.submit(peer, odd, [1], [1])
     with pytest.raises(PageError):
-        good.submit_pages(peer, odd, [1], PAGE, lease)
+        good.submit_pages(peer, PageBatch(odd, [1], PAGE, lease))
     with pytest.raises(PageError):
-        good.submit_pages(peer, [1], odd, PAGE, lease)
+        good.submit_pages(peer, PageBatch([1], odd, PAGE, lease))
     with pytest.raises(LeaseError):
-        good.submit_pages(peer, [1], [1], PAGE, a_lease(odd, 2))
+        good.submit_pages(peer, PageBatch([1], [1], PAGE, a_lease(odd, 2)))
     with pytest.raises(PageError):
         lease.check("full", odd)
-    good.submit_pages(peer, [1], [1], PAGE, lease).wait(10)
+    good.submit_pages(peer, PageBatch([1], [1], PAGE, lease)).wait(10)
 
 
 @pytest.mark.parametrize(("name", "identity"), [("", "i"), ("x", ""), ("", ""), ("../x", "i"), ("ü", "i")])
@@ -236,7 +238,7 @@ def false_peer(directory: Path, talk: Callable[[socket.socket], object]) -> Iter
             ring.close()
             about = {"identity": "id", "epoch": 1, "memory": "host", "device": "host"}
             about |= {"base": 1 << 40, "reserved_bytes": MIB}
-            wire.transmit(sock, wire.encode(wire.Kind.WELCOME, about), [fd])
+            wire.transmit(sock, wire.encode(wire.PacketKind.WELCOME, about), [fd])
             os.close(fd)
             talk(sock)
 
@@ -260,7 +262,7 @@ def impatient(directory: Path) -> Iterator[SameHostEngine]:
             yield engine
 
 
-REVOKE = wire.encode(wire.Kind.REVOKE, {"request": "r", "serial": 1})
+REVOKE = wire.encode(wire.PacketKind.REVOKE, {"request": "r", "serial": 1})
 
 
 def test_packets_that_lead_nowhere_do_not_keep_a_sender_for_ever(
@@ -299,7 +301,7 @@ def test_a_packet_that_is_there_already_is_not_read_when_time_is_up(
     monkeypatch.setattr(attach_module, "receive", receive_late)
     with false_peer(directory, talk) as description, pytest.raises(PeerRefused, match="timed out"):
         impatient.connect(description)
-    assert heard == [wire.Kind.HELLO]
+    assert heard == [wire.PacketKind.HELLO]
 
 
 @pytest.mark.parametrize("code", [errno.ETOOMANYREFS, errno.EMFILE])
@@ -314,7 +316,7 @@ def test_a_peer_that_cannot_be_told_is_let_go(
     send = channel_module.transmit
 
     def refuse(sock: socket.socket, data: bytes, fds: Any = ()) -> None:
-        if wire.decode(data).kind is wire.Kind.EXPORT:
+        if wire.decode(data).kind is wire.PacketKind.EXPORT:
             raise OSError(code, os.strerror(code))
         send(sock, data, fds)
 
@@ -324,10 +326,10 @@ def test_a_peer_that_cannot_be_told_is_let_go(
 
 
 def test_half_of_a_surrogate_pair_is_no_text() -> None:
-    data = wire.encode(wire.Kind.FAILED, {"why": "\ud83d"})
+    data = wire.encode(wire.PacketKind.FAILED, {"why": "\ud83d"})
     with pytest.raises(WireError):
         wire.decode(data)
-    assert wire.decode(wire.encode(wire.Kind.FAILED, {"why": "\U0001f600"})).body["why"] == "\U0001f600"
+    assert wire.decode(wire.encode(wire.PacketKind.FAILED, {"why": "\U0001f600"})).body["why"] == "\U0001f600"
 
 
 @pytest.fixture

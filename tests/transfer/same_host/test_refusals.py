@@ -25,8 +25,9 @@ from kvarena.transfer import (
     TransferFailed,
 )
 from kvarena.transfer.same_host import server as server_module
-from kvarena.transfer.same_host import socket_path as path_module
+from kvarena.transfer.same_host import sockets as path_module
 from kvarena.transfer.same_host import wire
+from kvarena.transfer.same_host.copy.host import HostCopier
 from kvarena.transfer.same_host.engine import SameHostEngine
 from kvarena.transfer.testing import RemoteHost, assert_same_bytes
 from same_host_support import MIB, PAGE, SameHost
@@ -215,17 +216,17 @@ class TestPeer:
     def test_another_protocol_version_is_refused_on_both_sides(
         self, sender: SameHost, receiver: RemoteHost
     ) -> None:
-        newer = receiver.describe().replace(b'"version": 2', b'"version": 3')
+        newer = receiver.describe().replace(b'"version": 3', b'"version": 4')
         with pytest.raises(PeerRefused) as refused:
             sender.engine.connect(newer)
         assert refused.value.code == "version"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
             raw.connect(str(sender.engine.socket_path))
-            wire.transmit(raw, wire.encode(wire.Kind.HELLO, {"name": "x", "identity": "y"}, version=3))
+            wire.transmit(raw, wire.encode(wire.PacketKind.HELLO, {"name": "x", "identity": "y"}, version=4))
             answer = wire.receive(raw)
             assert answer is not None
-            assert answer.kind is wire.Kind.REFUSE
-            assert "version 3, we speak 2" in answer.body["why"]
+            assert answer.kind is wire.PacketKind.REFUSE
+            assert "version 4, we speak 3" in answer.body["why"]
             assert wire.receive(raw) is None
         sender.engine.connect(receiver.describe())
 
@@ -364,3 +365,17 @@ def until_gone(engine: SameHostEngine, peer: str) -> None:
     with contextlib.suppress(TransferFailed):
         while engine.peer(peer).gone is None and time.monotonic() < deadline:
             time.sleep(0.005)
+
+
+def test_a_device_that_cannot_map_the_receivers_memory_is_refused_with_its_reason(
+    make_sender: Callable[..., SameHost], receiver: RemoteHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopier, "can_reach", lambda _self, _identity: False)
+    pusher = make_sender()
+    with pytest.raises(HandleImportError, match="our device cannot access the peer's"):
+        pusher.engine.connect(receiver.describe())
+    # The receiver hears of it through the socket.
+    deadline = time.monotonic() + 10
+    while receiver.process.call("attached") and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert receiver.process.call("attached") == ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvarena.transfer import TransferFailed
+from kvarena.transfer import PageBatch, TransferFailed
 from kvarena.transfer.same_host.copy import host as host_module
 from kvarena.transfer.same_host.errors import WireError
 from kvarena.transfer.same_host.incoming import IncomingTable, Source
@@ -137,8 +137,8 @@ def test_a_receiver_that_reads_late_is_reminded_and_loses_nothing(
     receiver.process.call("expect", *leases, last)
     for lease in leases:
         for page in pages:  # one record each, and nobody waits there
-            sender.engine.submit_pages(peer, [page], [page], PAGE, lease)
-    sender.engine.submit_pages(peer, [1], [300], PAGE, last).wait(10)
+            sender.engine.submit_pages(peer, PageBatch([page], [page], PAGE, lease))
+    sender.engine.submit_pages(peer, PageBatch([1], [300], PAGE, last)).wait(10)
     assert all(receiver.process.call("arrived", lease.serial) for lease in (*leases, last))
 
 
@@ -154,11 +154,11 @@ def test_a_copy_that_fails_is_told_on_both_sides_and_the_next_one_is_good(
         raise MemoryError("no memory for that")
 
     monkeypatch.setattr(host_module, "_move_pages", fail)
-    pending = sender.engine.submit_pages(peer, [1], [1], PAGE, bad)
+    pending = sender.engine.submit_pages(peer, PageBatch([1], [1], PAGE, bad))
     with pytest.raises(TransferFailed, match="no memory for that"):
         pending.wait(10)
     monkeypatch.setattr(host_module, "_move_pages", move)
-    sender.engine.submit_pages(peer, [1], [3], PAGE, good).wait(10)
+    sender.engine.submit_pages(peer, PageBatch([1], [3], PAGE, good)).wait(10)
     assert receiver.process.call("arrived", 2)
     with pytest.raises(TransferFailed, match="bad"):
         receiver.process.call("arrived", 1)
@@ -175,7 +175,7 @@ def test_leases_of_pages_far_apart_are_checked_alike(
     receiver.process.call("expect", lease)
     order = np.random.default_rng(5).permutation(pages)
     for part in np.array_split(order, 4):
-        sender.engine.submit_pages(peer, part, part, 16, lease).wait(10)
+        sender.engine.submit_pages(peer, PageBatch(part, part, 16, lease)).wait(10)
     assert receiver.process.call("arrived", 1)
     rows = np.frombuffer(receiver.read(0, 8 * MIB), np.uint8).reshape(-1, 16)
     ours = np.frombuffer(sender.read(0, 8 * MIB), np.uint8).reshape(-1, 16)

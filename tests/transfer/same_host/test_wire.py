@@ -36,14 +36,14 @@ FIELDS = st.sampled_from(
 )
 
 
-@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: b"kvar\0\2\0\1" + tail))
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: b"kvar\0\3\0\1" + tail))
 def test_any_bytes_are_a_packet_or_a_wire_error(data: bytes) -> None:
     with contextlib.suppress(WireError):
         assert isinstance(wire.decode(data).body, dict)
 
 
-@given(st.sampled_from(list(wire.Kind)), st.dictionaries(st.text(), JSON, max_size=4))
-def test_a_packet_survives_the_wire(kind: wire.Kind, body: dict[str, Any]) -> None:
+@given(st.sampled_from(list(wire.PacketKind)), st.dictionaries(st.text(), JSON, max_size=4))
+def test_a_packet_survives_the_wire(kind: wire.PacketKind, body: dict[str, Any]) -> None:
     body.pop("version", None)
     packet = wire.decode(wire.encode(kind, body))
     packet.body.pop("version", None)
@@ -91,15 +91,16 @@ def test_a_server_survives_random_packets(server: SameHostEngine, packets: list[
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(list(wire.Kind)), st.dictionaries(FIELDS, JSON, max_size=5)), max_size=4
+        st.tuples(st.sampled_from(list(wire.PacketKind)), st.dictionaries(FIELDS, JSON, max_size=5)),
+        max_size=4,
     )
 )
 def test_a_server_survives_wellformed_nonsense_of_an_attached_peer(
-    server: SameHostEngine, packets: list[tuple[wire.Kind, dict[str, Any]]]
+    server: SameHostEngine, packets: list[tuple[wire.PacketKind, dict[str, Any]]]
 ) -> None:
     with dial(server) as raw:
         wire.transmit(
-            raw, wire.encode(wire.Kind.HELLO, {"name": "fuzz", "identity": "fuzz", "device": "host"})
+            raw, wire.encode(wire.PacketKind.HELLO, {"name": "fuzz", "identity": "fuzz", "device": "host"})
         )
         for kind, body in packets:
             with contextlib.suppress(OSError):
@@ -112,7 +113,7 @@ def test_a_server_serves_after_all_of_it_and_leaks_nothing(server: SameHostEngin
     # The server's thread comes to know of the end of each of the connections so far in its own time.
     until(lambda: not server._server._sessions)
     before = held()
-    for data in (b"x" * 65536, b"kvar" + bytes(4), b"kvar\0\2\0\4{}", b"kvar\0\2\0\1[]", b"\0"):
+    for data in (b"x" * 65536, b"kvar" + bytes(4), b"kvar\0\3\0\4{}", b"kvar\0\3\0\1[]", b"\0"):
         with dial(server) as raw:
             wire.transmit(raw, data, [raw.fileno()] * 3)
             with contextlib.suppress(OSError):
@@ -123,7 +124,7 @@ def test_a_server_serves_after_all_of_it_and_leaks_nothing(server: SameHostEngin
     assert server.attached == ()
 
 
-GOOD = {"epoch": 1, "fence": False, "more": False, "drop": [], "add": [], "regions": []}
+GOOD = {"epoch": 1, "more": False, "drop": [], "add": [], "regions": []}
 
 
 @pytest.mark.parametrize(
@@ -178,17 +179,17 @@ def test_a_sender_survives_what_a_false_receiver_exports(
             }
             ring, fd = Ring.make()
             ring.close()
-            wire.transmit(sock, wire.encode(wire.Kind.WELCOME, welcome), [fd])
+            wire.transmit(sock, wire.encode(wire.PacketKind.WELCOME, welcome), [fd])
             os.close(fd)
             with contextlib.suppress(OSError):
-                wire.transmit(sock, wire.encode(wire.Kind.EXPORT, {**GOOD, **export}), fds)
+                wire.transmit(sock, wire.encode(wire.PacketKind.EXPORT, {**GOOD, **export}), fds)
                 wire.receive(sock)
 
     thread = threading.Thread(target=serve)
     thread.start()
     description = {
         "format": "kvarena-same-host",
-        "version": 2,
+        "version": 3,
         "path": str(tmp_path / "s" / "false.sock"),
         "name": "false",
         "identity": "id",

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from kvarena.transfer.errors import EngineUnavailable
 from kvarena.transfer.protocol import Int64
-from kvarena.transfer.same_host.memory import MemoryDriver
 
-__all__ = ["Clock", "Copier", "Signal", "await_clock", "make_copier"]
+__all__ = ["Clock", "Copier", "Signal", "await_clock"]
 
 # A waiter looks without letting anyone else run for this long: nearly all transfers end within it, and
 # other threads of the process may have to wait longer than this for the interpreter anyway (5 ms).
@@ -111,10 +109,6 @@ class Copier(Clock, Protocol):
         """Undo `adopt`; nothing signals there any more."""
         ...
 
-    def settle(self, after: int) -> None:
-        """Block until a CUDA stream has done what it was given so far. Raises `RuntimeError`."""
-        ...
-
     def fault(self) -> str | None:
         """Why no copy will ever end again, if that is so."""
         ...
@@ -124,16 +118,14 @@ class Copier(Clock, Protocol):
         ...
 
 
-def await_clock(
-    has_ended: Callable[[int], bool], number: int, timeout: float | None, *, spin: bool = True
-) -> bool:
-    """`Clock.wait` by looking: at first without a pause (if `spin`), then more and more rarely."""
+def await_clock(has_ended: Callable[[int], bool], number: int, timeout: float | None) -> bool:
+    """`Clock.wait` by looking: at first without a pause, then more and more rarely."""
     if has_ended(number):
         return True
     now = time.perf_counter
     start = now()
     spun = start + (_SPIN_SECONDS if timeout is None else min(_SPIN_SECONDS, timeout))
-    while spin and now() < spun:
+    while now() < spun:
         for _ in range(_LOOKS):
             if has_ended(number):
                 return True
@@ -146,18 +138,3 @@ def await_clock(
         else:
             time.sleep(min(waited * _LATENESS, _LONGEST_NAP))
     return True
-
-
-def make_copier(driver: MemoryDriver, thread_name: str) -> Copier:
-    """The copier for a driver's memory. Raises `EngineUnavailable`."""
-    if driver.name != "cuda":
-        from kvarena.transfer.same_host.copy.host import HostCopier
-
-        return HostCopier(thread_name)
-    try:
-        from kvarena.transfer.same_host.copy.cuda import CudaCopier
-    except ImportError as error:
-        raise EngineUnavailable(
-            "same-host", f"{error.name} cannot be imported ({error})", fix="Install triton and cuda-python."
-        ) from error
-    return CudaCopier(driver.device.index)

@@ -108,11 +108,6 @@ class CudaCopier:
         with self._device.current():
             cu.cuMemHostUnregister(address)
 
-    def settle(self, after: int) -> None:
-        """See `Copier.settle`."""
-        with self._device.current():
-            check(cu.cuStreamSynchronize(after), "cuStreamSynchronize")
-
     def prepare(self, page_bytes: int) -> None:
         """Compile for pages of this size now instead of in the first transfer."""
         with self._lock, self._device.current():

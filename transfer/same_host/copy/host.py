@@ -74,9 +74,6 @@ class HostCopier:
     def disown(self, address: int) -> None:
         """See `Copier.disown`."""
 
-    def settle(self, after: int) -> None:
-        """See `Copier.settle`; host memory has no streams."""
-
     def fault(self) -> str | None:
         """See `Copier.fault`."""
         return None

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.transfer import Region
+from kvarena.transfer.owner_only import write_atomically
 
 __all__ = ["FileVersion", "SessionRecord", "is_this_host", "name_of"]
 
@@ -60,14 +61,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, directory: Path) -> None:
         """Put it where peers look, in one step. Raises `OSError`."""
-        path = path_of(directory, self.session)
-        draft = path.with_suffix(f".{self.identity}.tmp")
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.encode(self))
-        os.replace(draft, path)
+        write_atomically(path_of(directory, self.session), msgspec.json.encode(self))
 
     def remove(self, directory: Path) -> None:
         """Take it away, unless a successor's lies there by now. Never raises."""

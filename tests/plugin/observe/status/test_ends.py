@@ -16,7 +16,7 @@ from kvarena.plugin.commands.status.view import render
 from kvarena.plugin.observe.status.files import StatusFile, clean, find
 from kvarena.plugin.observe.status.identity import identity
 from kvarena.plugin.observe.status.model import EngineStatus, PoolStatus, ProcessStatus
-from kvarena.transfer.same_host.socket_path import listen
+from kvarena.transfer.same_host.sockets import listen
 from rich.console import Console
 
 WRITER = """
@@ -32,7 +32,7 @@ file.write(status)
 print("written", flush=True)
 """
 KILL = """
-from kvarena.transfer.same_host.socket_path import fresh_name, listen
+from kvarena.transfer.same_host.sockets import fresh_name, listen
 kept = listen(Path(sys.argv[1]), fresh_name())
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -13,24 +13,18 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kvarena.errors import KvArenaError
-from kvarena.transfer.same_host.errors import PeerRefused, SocketPathError
+from kvarena.transfer.errors import SocketPathError
+from kvarena.transfer.owner_only import check_directory
+from kvarena.transfer.same_host.errors import PeerRefused
 from kvarena.transfer.same_host.wire import peer_uid
 
-__all__ = [
-    "check_directory",
-    "default_directory",
-    "dial",
-    "fresh_name",
-    "is_name",
-    "listen",
-    "remove_dead_sockets",
-]
+__all__ = ["Listener", "dial", "fresh_name", "is_name", "listen", "remove_dead_sockets"]
 
 # sun_path has 108 bytes and ends with a zero (unix(7)).
 _PATH_BYTES = 107
-_OWN_DIRECTORY = "Set KVARENA_SOCKET_DIR to a directory of your own with mode 0700."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FRESH = re.compile(r"(\d+)-[0-9a-f]{6}\.sock")
 
@@ -45,62 +39,14 @@ def fresh_name() -> str:
     return f"{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def default_directory() -> Path:
-    """``$XDG_RUNTIME_DIR/kvarena``, or ``/tmp/kvarena-<uid>`` where that is not set."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "kvarena" if runtime else Path(f"/tmp/kvarena-{os.geteuid()}")
+class Listener(NamedTuple):
+    """A listening socket, and where it lies."""
+
+    sock: socket.socket
+    path: Path
 
 
-def check_directory(directory: Path, *, create: bool = False) -> None:
-    """Raise `SocketPathError` unless `directory` is ours, real, and closed to everyone else."""
-    if create:
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            # mkdir's mode is cut by the umask, never widened.
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            why = f"cannot be made ({error.strerror})"
-            raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
-    try:
-        found = os.lstat(directory)
-    except OSError as error:
-        why = error.strerror or "cannot be read"
-        raise SocketPathError(str(directory), why, fix=_OWN_DIRECTORY) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise SocketPathError(str(directory), "is no directory", fix=_OWN_DIRECTORY)
-    if found.st_uid != os.geteuid():
-        raise SocketPathError(
-            str(directory),
-            f"belongs to user {found.st_uid}, we are {os.geteuid()}",
-            fix=_OWN_DIRECTORY,
-        )
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077:
-        raise SocketPathError(
-            str(directory),
-            f"has mode {mode:04o}, others can enter it",
-            fix=f"chmod 0700 {directory}" if _holds_ours_alone(directory) else _OWN_DIRECTORY,
-        )
-
-
-def _holds_ours_alone(directory: Path) -> bool:
-    """Whether closing a directory harms nobody: of /tmp or /var/run, which root owns, it would."""
-    try:
-        return (
-            not os.path.ismount(directory)
-            and all(
-                name.endswith((".sock", ".status.json", ".card.json", ".part"))
-                for name in os.listdir(directory)
-            )
-            and not os.lstat(directory).st_mode & (stat.S_ISVTX | stat.S_IWOTH)
-        )
-    except OSError:
-        return False
-
-
-def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
+def listen(directory: Path, name: str) -> Listener:
     """A listening socket called `name`; one that a dead process left there is taken over.
 
     What dead processes left under names of their own, which nobody takes over, is removed.
@@ -127,13 +73,14 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
         _sweep(directory)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            # Of the socket itself, before it has a path: to change the mode by a path would follow links.
+            os.fchmod(server.fileno(), 0o600)
             server.bind(str(path))
-            os.chmod(path, 0o600)
             server.listen(64)
         except OSError as error:
             server.close()
             raise SocketPathError(str(path), error.strerror or "cannot be bound") from error
-    return server, path
+    return Listener(server, path)
 
 
 def remove_dead_sockets(directory: Path) -> None:
