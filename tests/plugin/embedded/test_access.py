@@ -29,7 +29,7 @@ from kvarena.plugin.engines.embedded.control import TO_DECODE, TO_PREFILL, Ping
 from kvarena.plugin.engines.embedded.decode import DecodeServer
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.link import Hub, Spoke
-from kvarena.transfer.same_host.errors import SocketPathError
+from kvarena.transfer import SocketPathError
 
 SECRET = Access(new_secret())
 
