@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from kvarena.hooks._markers import hookimpl
+from kvarena.pool.transaction import add_note
 from kvarena.transfer import Region, RegistrationLedger
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class Follower:
 
     def withdrawing(self, ledger: RegistrationLedger) -> None:
         """Everything is about to be unregistered."""
+
+    def closing(self, ledger: RegistrationLedger) -> None:
+        """The pool closes; of its memory nothing is registered here any more."""
 
     def failed(self, ledger: RegistrationLedger, error: Exception) -> None:
         """The engine, or `moved`, failed. Raises it, which undoes the change of the pool.
@@ -102,7 +106,7 @@ class LedgerKeeper:
         follower : Follower, optional
             What goes along.
         register : bool
-            Whether to register what is backed now; else the next change of the pool does.
+            Whether to `register` now; else the next change of the pool does.
 
         Raises
         ------
@@ -110,16 +114,30 @@ class LedgerKeeper:
             The engine refused; it is not kept.
         """
         ledger = self.ledger_for(engine)
-        follower = follower or Follower()
-        self._kept.append((ledger, follower))
+        self._kept.append((ledger, follower or Follower()))
         if register:
             try:
-                self._move_one(ledger)
-                follower.moved(ledger)
-            except BaseException:
-                self._kept.remove((ledger, follower))
+                self.register(ledger)
+            except BaseException as error:
+                try:
+                    self.remove(ledger)
+                except Exception as second:  # noqa: BLE001 - kept, with what the engine holds
+                    add_note(error, f"this failed too: {second}")
                 raise
         return ledger
+
+    def register(self, ledger: RegistrationLedger) -> None:
+        """Register what is backed now with one engine.
+
+        Raises
+        ------
+        RegistrationError
+            The engine refused.
+        """
+        for kept, follower in self._kept:
+            if kept is ledger:
+                self._move_one(ledger)
+                follower.moved(ledger)
 
     def remove(self, ledger: RegistrationLedger) -> None:
         """Unregister everything of one engine and forget it; a second call does nothing.
@@ -168,7 +186,7 @@ class LedgerKeeper:
     def kvarena_pool_closing(self, pool: ResizablePool) -> None:
         """Let go of everything, in every engine, also after one has failed."""
         if pool is self._pool:
-            self._let_go()
+            self._let_go(closing=True)
 
     @property
     def registered_bytes(self) -> int:
@@ -208,12 +226,14 @@ class LedgerKeeper:
             live=live,
         )
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, closing: bool = False) -> None:
         failures: list[Exception] = []
         for ledger, follower in tuple(self._kept):
             try:
                 follower.withdrawing(ledger)
                 ledger.clear()
+                if closing:
+                    follower.closing(ledger)
             except Exception as error:  # noqa: BLE001 - the other engines must let go, too
                 failures.append(error)
         if failures:

@@ -108,18 +108,21 @@ class Announcements:
         before = {id(ledger): ledger.epoch for ledger in self._ledgers()}
         began = time.perf_counter()
         yield
-        if self.observer is None:
-            return
+        milliseconds = (time.perf_counter() - began) * 1e3
         for ledger in self._ledgers():
-            if ledger.epoch == before.get(id(ledger), 0):
-                continue
+            if ledger.epoch != before.get(id(ledger), 0):
+                # Of all engines together: they are moved one after the other.
+                self.note("registered", ledger, milliseconds)
+
+    def note(self, event: str, ledger: RegistrationLedger, milliseconds: float) -> None:
+        """An event of one engine's registrations, as they are now."""
+        if self.observer is not None:
             regions = ledger.regions
             self.observer.timeline.add(
-                "registered",
+                event,
                 nbytes=ledger.registered_bytes,
                 address=regions[0].address if regions else None,
-                # Of all engines together: they are moved one after the other.
-                milliseconds=(time.perf_counter() - began) * 1e3,
+                milliseconds=milliseconds,
                 engine=ledger.engine.name,
                 regions=len(regions),
                 **self._details(ledger),

@@ -268,7 +268,7 @@ class PoolResize:
         # Ranks that had enough offer the same again; the minimum over tokens brings them down.
         less = self._budget
         if isinstance(error, OutOfMemoryError):
-            less = smaller_budget(self.pool, self._budget, error, self.attempts)
+            less = smaller_budget(self.pool.driver.granularity, self._budget, error, self.attempts)
         return max(0, min(less, self._allowed()))
 
     def _revert(self) -> None:
@@ -276,12 +276,11 @@ class PoolResize:
             self.pool.revert_finalize()
 
 
-def smaller_budget(pool: ResizablePool, last: int, error: OutOfMemoryError, attempt: int) -> int:
+def smaller_budget(granularity: int, last: int, error: OutOfMemoryError, attempt: int) -> int:
     """How many bytes to try after `last` was refused for the `attempt`-th time.
 
     What was lacking is taken away, at least 1/128, and twice as much each time: a device may refuse less
-    than it says is free. The floor for one request is tried before giving up.
+    than it says is free.
     """
-    lacking = max(0, error.requested - error.free) + pool.driver.granularity
-    less = last - (max(lacking, last >> 7) << (attempt - 1))
-    return max(less, pool.floor_bytes) if last > pool.floor_bytes else less
+    lacking = max(0, error.requested - error.free) + granularity
+    return last - (max(lacking, last >> 7) << (attempt - 1))

@@ -37,6 +37,7 @@ def come(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[st
     import torch.distributed as dist
     from kvarena.errors import KvArenaError
     from kvarena.plugin.engines.sglang import ranks
+    from kvarena.plugin.ranks import ProcessGroupRanks
 
     dist.barrier(group)  # as SGLang's own reduction: those that come are close together
     if not scenario["comes"][rank]:
@@ -44,7 +45,7 @@ def come(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[st
         return {"error": "", "fix": ""}
     ranks.ROLL_CALL_TIMEOUT = datetime.timedelta(seconds=scenario["seconds"])
     try:
-        ranks.Ranks(group).roll_call()
+        ranks.roll_call(ProcessGroupRanks(group))
     except KvArenaError as error:
         return {"error": str(error), "fix": error.fix}
     return {"error": "", "fix": ""}
@@ -54,11 +55,11 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     """One resize of one rank; `scenario` says what goes wrong, and where."""
     import torch.distributed as dist
     from kvarena.errors import KvArenaError
+    from kvarena.plugin.composition import make_manager
     from kvarena.plugin.engines.sglang.bound import SglangPool
     from kvarena.plugin.engines.sglang.families.v0_5_22 import FAMILY
-    from kvarena.plugin.engines.sglang.ranks import Ranks
-    from kvarena.plugin.engines.sglang.runtime import runtime
     from kvarena.plugin.engines.sglang.session import ResizeSession
+    from kvarena.plugin.ranks import ProcessGroupRanks
     from kvarena.pool import Arena, HostVmm, OutOfMemoryError
     from kvarena.pool.sizing import RanksDisagreeError
 
@@ -66,23 +67,23 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
     if "hang" in mine:
         dist.barrier(group)
         group = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    driver = _Limited(HostVmm(), mine.get("limit", 1 << 40), OutOfMemoryError)
+    driver = _Limited(HostVmm(memory_limit=RESERVED), mine.get("limit", 1 << 40), OutOfMemoryError)
     pool = make_pool()
     arena = Arena(driver, RESERVED)  # type: ignore[arg-type]
     arena.back(PAGE * 96)
-    bound = SglangPool(pool, arena, sink_bytes=PAGE * 96)
-    runtime.settings = _settings(mine.get("retries", 4))
-    runtime.family = FAMILY
+    settings = _settings(mine.get("retries", 4))
+    manager = make_manager(settings)
+    bound = SglangPool(pool, arena, manager, sink_bytes=PAGE * 96)
     seen: dict[str, Any] = {"error": "", "kind": ""}
     layers = mine.get("layers", 1)
     plugin = _Hook(mine.get("fail") == "hook")
-    runtime.manager.register(plugin)
-    ranks = Ranks(group)
+    manager.register(plugin)
+    ranks = ProcessGroupRanks(group)
     exchanges: list[Any] = []
     exchange = ranks.exchange
     ranks.exchange = lambda report: [exchanges.append(report), exchange(report)][1]  # type: ignore[method-assign]
     try:
-        with ResizeSession(bound, FAMILY, ranks=ranks) as session:
+        with ResizeSession(bound, FAMILY, manager=manager, settings=settings, ranks=ranks) as session:
             if mine.get("fail") == "early":
                 raise RuntimeError("no luck before anything began")
             config = session.solve(
@@ -99,14 +100,13 @@ def run(rank: int, group: Any, scenario: dict[str, Any], inbox: Any) -> dict[str
             if mine.get("fail") == "late":
                 raise RuntimeError("no luck after backing")
             session.finish()
-        seen["attempts"] = session.attempts
+        seen["attempts"] = session.steps.attempts
     except RanksDisagreeError as error:
         seen |= {"error": str(error), "kind": "ranks", "failed": sorted(error.failures)}
     except KvArenaError as error:
         seen |= {"error": str(error), "kind": type(error).__name__}
     except RuntimeError as error:
         seen |= {"error": str(error), "kind": "own"}
-    runtime.manager.unregister(plugin)
     driver.broken = ""
     seen |= {
         "exchanges": len(exchanges),

@@ -13,8 +13,8 @@ import torch
 from kvarena.errors import KvArenaError
 from kvarena.hooks import HookError, hookimpl
 from kvarena.plugin.engines.sglang.families.shapes import resolve
-from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.plugin.engines.sglang.runtime import runtime
+from kvarena.plugin.ranks import RankReport
 from kvarena.pool import HostVmm, OutOfMemoryError
 from kvarena.pool.errors import PoolStateError
 from kvarena.pool.sizing import RanksDisagreeError
@@ -123,7 +123,7 @@ class Boastful:
     """A device that has less than it says: fragmentation, or another process that was faster."""
 
     def __init__(self, limit: int) -> None:
-        self._driver = HostVmm()
+        self._driver = HostVmm(memory_limit=FREE + GRANULE)
         self._limit = limit
         self.refused: list[int] = []
 
@@ -230,7 +230,7 @@ def test_a_report_that_fails_does_not_undo_what_every_rank_has(
     served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle, runner = served()
-    monkeypatch.setattr(bundle.bound.report.timeline, "add", _raise)
+    monkeypatch.setattr(bundle.bound.observer.timeline, "add", _raise)
     runner_module.resize(runner)
     assert bundle.bound.finalized
     assert runner.memory_pool_config.unified_memory_pool_bytes == bundle.bound.total_bytes
@@ -263,8 +263,6 @@ def test_an_allocator_that_cannot_resize_undoes_the_backing(
     monkeypatch.undo()
     assert bundle.bound.active_allocation_bytes == bundle.bound.sink_bytes
     assert bundle.pool.total_bytes == bundle.bound.reserved_bytes
-    for side in bundle.sides:
-        side.clear()
     assert rig_module.scalars(bundle) == before
 
 
@@ -303,12 +301,12 @@ def test_a_second_resize_is_refused_and_changes_nothing(
     bundle.allocator.free(locations)
 
 
-class Two(Ranks):
+class Two:
     """This process twice; the other half has less memory."""
 
-    count = 2  # type: ignore[assignment]
+    count = 2
 
-    def exchange(self, mine: Report) -> list[Report]:
+    def exchange(self, mine: RankReport) -> list[RankReport]:
         return [mine, mine._replace(tokens=mine.tokens * 3 // 4)]
 
 
@@ -317,7 +315,7 @@ def test_with_several_ranks_the_least_tokens_decide_and_stock_does_not_reduce(
 ) -> None:
     """Stock's own reduction inside ``config_from_budget`` would wait for a rank that failed before it."""
     bundle, runner = served()
-    monkeypatch.setattr(Ranks, "of_sglang", classmethod(lambda cls: Two()))
+    monkeypatch.setattr("kvarena.plugin.engines.sglang.finalize.ranks_of_sglang", Two)
     monkeypatch.setattr(type(runner.kv_cache_configurator), "_apply_token_constraints", _raise)
     runner_module.resize(runner)
     tokens = runner.max_total_num_tokens

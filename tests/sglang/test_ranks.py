@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
+from kvarena.plugin.ranks import Alone, RankReport, raise_if_failed
 from kvarena.pool.sizing import RanksDisagreeError
 
 Run = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -135,11 +135,11 @@ def test_memory_that_never_suffices_is_an_error_on_both(pair: Run) -> None:
 
 
 def test_alone() -> None:
-    ranks = Ranks()
+    ranks = Alone()
     assert ranks.count == 1
-    assert ranks.exchange(Report("sized", tokens=5)) == [Report("sized", tokens=5)]
+    assert ranks.exchange(RankReport("sized", tokens=5)) == [RankReport("sized", tokens=5)]
     with pytest.raises(RanksDisagreeError, match="rank 0: full"):
-        raise_if_failed(ranks.exchange(Report("sized", failure="full")), "sized")
+        raise_if_failed(ranks.exchange(RankReport("sized", failure="full")), "sized")
 
 
 def test_who_fails_before_ranks_meet_waits_for_nobody(pair: Run) -> None:

@@ -136,7 +136,7 @@ def test_what_is_registered_is_what_is_backed(finalized: Any, manager: Any) -> N
 def test_the_log_says_how_long_each_step_took(finalized: Any, manager: Any) -> None:
     # The lines said ms=0.000 for what nobody had timed.
     manager(finalized).register_buffer_to_engine()
-    took = {event.name: event.milliseconds for event in finalized.bound.report.timeline.events}
+    took = {event.name: event.milliseconds for event in finalized.bound.observer.timeline.events}
     assert set(took) == {"reserved", "sink", "registered"}
     assert all(milliseconds > 0 for milliseconds in took.values()), took
 
@@ -150,7 +150,7 @@ def test_the_status_file_says_registered_and_backed(
     bundle = rig.reserved(256, 128)
     bundle.resize(rig.config(164, 84))
     manager(bundle).register_buffer_to_engine()
-    report = bundle.bound.report
+    report = bundle.bound.observer
     assert report is not None
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -193,7 +193,7 @@ def test_a_refused_registration_is_raised_with_engine_address_length_and_code(
     assert caught.value.region.address in (finalized.bound.arena.base, kv.kv_args.aux_data_ptrs[0])
     assert caught.value.region.nbytes in (finalized.bound.arena.backed_bytes, 4096)
     assert kv.engine.engine.held == {}
-    assert finalized.bound.ledgers == []
+    assert finalized.bound.ledgers == ()
 
 
 def test_role_switch_unregisters_exactly_what_was_registered(finalized: Any, manager: Any) -> None:
@@ -208,7 +208,7 @@ def test_role_switch_unregisters_exactly_what_was_registered(finalized: Any, man
         held, key=[call[1] for call in engine.calls if call[0] == "unregister"].index
     )
     assert kv.connection_pool == {}  # what stock does beside
-    assert finalized.bound.ledgers == []
+    assert finalized.bound.ledgers == ()
     kv.deregister_buffer_to_engine()
     again = manager(finalized)
     again.engine = kv.engine
@@ -329,7 +329,7 @@ def test_memory_stays_while_an_engine_will_not_let_go(finalized: Any, manager: A
     engine = kv.engine.engine
     engine.unregister_memory, unregister = (lambda address: -202), engine.unregister_memory
     with pytest.raises(PoolStateError, match="mooncake still holds"):
-        finalized.bound.revert()
+        finalized.bound.revert_finalize()
     assert finalized.bound.finalized
     engine.unregister_memory = unregister
 
@@ -498,7 +498,7 @@ def test_nixl_refusals_are_raised(finalized: Any, manager: Any, how: str) -> Non
     with pytest.raises(RegistrationError, match="nixl-"):
         kv.register_buffer_to_engine()
     assert kv.agent.held == []
-    assert finalized.bound.ledgers == []
+    assert finalized.bound.ledgers == ()
 
 
 class Store:
@@ -599,6 +599,6 @@ def test_each_gpu_of_a_host_has_a_metrics_port_of_its_own(rig: Any, monkeypatch:
     told = msgspec.structs.replace(runtime.settings, metrics_port=port)
     monkeypatch.setattr(runtime, "settings", told)
     monkeypatch.setattr("kvarena.plugin.engines.sglang.report.gpu_index", lambda bound: 3)
-    report = rig.reserved(256, 128).bound.report
+    report = rig.reserved(256, 128).bound.observer
     assert report is not None
     assert report.reporter.metrics_address == f"127.0.0.1:{port + 3}"

@@ -165,7 +165,7 @@ def test_a_path_that_goes_takes_everything_along(side: Any, sockets: Path, peer:
         side.step_down()
         assert not socket_path.exists()
         assert not card.exists()
-        assert side.bound.ledgers == []
+        assert side.bound.ledgers == ()
 
 
 def test_a_pool_that_closes_takes_the_path_along(side: Any, sockets: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_pool_that_closes_takes_the_path_along(side: Any, sockets: Path) -> No
     side.bound.close()
     assert not socket_path.exists()
     assert not card.exists()
-    assert side.bound.ledgers == []
+    assert side.bound.ledgers == ()
 
 
 def test_off_means_nothing_is_there(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from kvarena.hooks.ledgers import LedgerKeeper
+from kvarena.plugin.announcements import Announcements, Observer
+from kvarena.plugin.closing import close_pool, raise_first
 from kvarena.pool import PoolSizeError
 from kvarena.pool.errors import PoolStateError
+from kvarena.pool.resizable import BackedRegion, region_of
 
 if TYPE_CHECKING:
     import torch
-    from kvarena.plugin.engines.sglang.report import PoolReport
+    from kvarena.hooks import HookManager
     from kvarena.pool import Arena, Driver
     from kvarena.transfer import RegistrationLedger
 
@@ -32,6 +36,8 @@ class SglangPool:
         Constructed on ``meta``; its views lie over `arena` by now.
     arena : Arena
         With the sink backed.
+    manager : HookManager
+        Of the plugins that hear of the pool.
     sink_bytes : int
         Bytes that captured graphs may write: the largest page envelope.
     floor_terms : sequence of (str, int)
@@ -41,7 +47,13 @@ class SglangPool:
     post_capture_active = True
 
     def __init__(
-        self, pool: Any, arena: Arena, *, sink_bytes: int, floor_terms: Sequence[tuple[str, int]] = ()
+        self,
+        pool: Any,
+        arena: Arena,
+        manager: HookManager,
+        *,
+        sink_bytes: int,
+        floor_terms: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.pool = pool
         self.arena = arena
@@ -51,12 +63,24 @@ class SglangPool:
         self.finalized = False
         self.closed = False
         self.on_close: list[Callable[[], object]] = []
-        """What to do before the memory goes, in this order."""
-        self.ledgers: list[RegistrationLedger] = []
-        """One for each transfer engine that knows this pool."""
-        self.report: PoolReport | None = None
+        """What to do when the memory has gone, in this order."""
+        self.keeper = LedgerKeeper(manager, self)
+        """Of the engines of SGLang that know this pool."""
+        self.keeper.attach()
+        self.announce = Announcements(manager, None, lambda: self.ledgers, self._details)
+        self._manager = manager
         self._eager_fields = _capacity_fields(pool)
         setattr(pool, _ATTRIBUTE, self)
+
+    @property
+    def ledgers(self) -> tuple[RegistrationLedger, ...]:
+        """One for each transfer engine that knows this pool."""
+        return self.keeper.ledgers
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who watches the pool."""
+        return self.announce.observer
 
     @property
     def driver(self) -> Driver:
@@ -99,7 +123,14 @@ class SglangPool:
         """Bytes that handles hold: `active_allocation_bytes` rounded up to the granularity."""
         return self.arena.backed_bytes
 
-    post_capture_backed_bytes = backed_bytes
+    @property
+    def post_capture_backed_bytes(self) -> int:
+        """`backed_bytes`, by SGLang's name."""
+        return self.arena.backed_bytes
+
+    def backed_regions(self, keep_bytes: int | None = None) -> tuple[BackedRegion, ...]:
+        """The arena; see `ResizablePool.backed_regions`."""
+        return (region_of(self.arena, keep_bytes),)
 
     @property
     def floor_bytes(self) -> int:
@@ -130,12 +161,9 @@ class SglangPool:
         return -(-int(self.pool.min_slot_index(name)) // self.slots_per_page(name))
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Address, bytes and page bytes of every sub-pool, for registration.
-
-        The bytes are the whole handles': memory that exists, aligned as network cards want it.
-        """
+        """Address, backed bytes and page bytes of every sub-pool; all alias the same bytes."""
         names = [spec.name for spec in self.sub_pool_specs]
-        lens = [self.arena.backed_bytes] * len(names)
+        lens = [self.active_allocation_bytes] * len(names)
         return [self.arena.base] * len(names), lens, [self.page_bytes(name) for name in names]
 
     def check_total_bytes(self, total_bytes: Any) -> int:
@@ -172,20 +200,25 @@ class SglangPool:
             )
         return total_bytes
 
-    def back(self, total_bytes: int) -> None:
-        """Swap the sink's handle for one over the final size; nothing else changes yet.
+    def check_finalize(self, config: Any) -> int:
+        """The size that `finalize_backing` would take; raises what that raises, and changes nothing."""
+        if self.finalized or self.closed:
+            state = "closed" if self.closed else "finalized already"
+            raise PoolStateError(f"This pool is {state}.")
+        return self.check_total_bytes(getattr(config, "unified_memory_pool_bytes", None))
+
+    def finalize_backing(self, config: Any) -> None:
+        """Swap the sink's handle for one over the final size, and give SGLang's pool that size.
 
         Raises
         ------
         OutOfMemoryError, DriverError
             The sink is as it was.
-        PoolSizeError
-            The pool cannot have this size.
+        PoolSizeError, PoolStateError
+            The pool cannot have this size, or has its size already.
         """
-        self.arena.back(self.check_total_bytes(total_bytes))
-
-    def take_size(self, total_bytes: int) -> None:
-        """Give SGLang's pool the size that is backed."""
+        total_bytes = self.check_finalize(config)
+        self.arena.back(total_bytes)
         pool = self.pool
         pool.total_bytes = total_bytes
         pool._max_slots = {spec.name: total_bytes // spec.entry_bytes() for spec in pool.sub_pool_specs}
@@ -193,7 +226,7 @@ class SglangPool:
             pool._accessible_bytes = total_bytes
         self.finalized = True
 
-    def revert(self) -> None:
+    def revert_finalize(self) -> None:
         """Back to the sink alone, and to the fields of the reservation.
 
         Raises
@@ -206,22 +239,14 @@ class SglangPool:
         held = [ledger.engine.name for ledger in self.ledgers if ledger.regions]
         if held:
             raise PoolStateError(f"{', '.join(held)} still holds registrations; the memory stays.")
-        if len(self.arena.mappings) != 1 or self.arena.backed_bytes > self.arena_sink_bytes:
-            # Released first: the final size may have left no room for even the sink beside it.
-            if self.arena.mappings:  # none: an attempt before this one ended between the two
-                self.arena.shrink_to_zero()
-            self.arena.back(self.sink_bytes)
         for name, value in self._eager_fields.items():
             setattr(self.pool, name, value)
         if hasattr(self.pool, "_accessible_bytes"):
             self.pool._accessible_bytes = self.sink_bytes
         self.finalized = False
-
-    @property
-    def arena_sink_bytes(self) -> int:
-        """Bytes that the sink's handle holds."""
-        granularity = self.arena.driver.granularity
-        return -(-self.sink_bytes // granularity) * granularity
+        # Released first: the final size may have left no room for even the sink beside it.
+        self.arena.shrink_to_zero()
+        self.arena.back(self.sink_bytes)
 
     def ensure_prefix(self, num_tokens: int) -> None:
         """Asked by SGLang's code for its own owner, one token a byte; the sink is there from the start.
@@ -237,14 +262,28 @@ class SglangPool:
             )
 
     def close(self) -> None:
-        """Tell everyone, then let go of the memory; a second call does nothing."""
-        if self.closed:
-            return
-        while self.on_close:
-            self.on_close[0]()
-            del self.on_close[0]
+        """Tell everyone, then let go of the memory; a second call does nothing, or finishes what failed.
+
+        Raises
+        ------
+        KvArenaError
+            A plugin, an engine or the driver failed. Memory that an engine still holds stays mapped, and
+            the next call tries again.
+        """
+        if not self.closed:
+            raise_first(close_pool(self._manager, self, lambda: self.ledgers, self._release))
+
+    def _release(self) -> None:
         self.arena.close()
         self.closed = True
+        self.keeper.detach()
+        while self.on_close:
+            self.on_close.pop(0)()
+        if self.observer is not None:
+            self.observer.close()
+
+    def _details(self, ledger: RegistrationLedger) -> dict[str, Any]:
+        return {"backed": self.arena.backed_bytes, **self.keeper.details_of(ledger)}
 
 
 def bound_of(owner: Any) -> SglangPool | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 from kvarena.plugin.engines.sglang.bound import SglangPool
@@ -18,25 +17,26 @@ class Saved:
 
     def __init__(self) -> None:
         self._values: list[tuple[Any, str, Any]] = []
-        self._then: list[Callable[[], object]] = []
+        self._whole: list[tuple[Any, dict[str, Any]]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Change an attribute and remember what it was."""
         self._values.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def after_restore(self, step: Callable[[], object]) -> None:
-        """What to do once the old values stand again."""
-        self._then.append(step)
+    def keep(self, owner: Any) -> None:
+        """Remember every attribute: the very objects, so that going back allocates nothing on the device."""
+        self._whole.append((owner, dict(vars(owner))))
 
     def restore(self) -> None:
         """Put everything back, last first."""
         for owner, name, value in reversed(self._values):
             setattr(owner, name, value)
-        for step in self._then:
-            step()
+        for owner, attributes in reversed(self._whole):
+            vars(owner).clear()
+            vars(owner).update(attributes)
         self._values.clear()
-        self._then.clear()
+        self._whole.clear()
 
 
 def check_resizable(allocator: Any, bound: SglangPool, config: Any) -> None:
@@ -91,6 +91,8 @@ def _take(saved: Saved, allocator: Any, bound: SglangPool, config: Any, family: 
     pool, kv = bound.pool, allocator._kvcache
     full, window = allocator.full_attn_allocator, allocator.swa_attn_allocator
     for side in (full, window):
+        # Nothing is allocated: its tables say the same before `clear` and after it, and keep their storage.
+        saved.keep(side)
         slots = pool.max_slots(side.sub_pool_name)
         pages = slots // _physical_page_size(side)
         for name, value in (("num_pages", pages), ("max_slots", slots), ("size", slots)):
@@ -100,7 +102,6 @@ def _take(saved: Saved, allocator: Any, bound: SglangPool, config: Any, family: 
         saved.set(side, "num_virtual_ids", owner.num_pages)
         if hasattr(side, "_move_max_pages"):
             saved.set(side, "_move_max_pages", min(side._move_max_pages, pages))
-        saved.after_restore(side.clear)
         side.clear()
     if hasattr(allocator, "_joint_avail_memo_epoch"):
         saved.set(allocator, "_joint_avail_memo_epoch", None)

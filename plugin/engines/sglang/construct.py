@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from kvarena.errors import KvArenaError
+from kvarena.plugin.closing import failures_of
 from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.families.targets import Support
-from kvarena.plugin.engines.sglang.ranks import Ranks
+from kvarena.plugin.engines.sglang.ranks import ranks_of_sglang, roll_call
 from kvarena.plugin.engines.sglang.report import announce_reserved
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.pool import Arena
+from kvarena.pool.transaction import add_note
 
 __all__ = [
     "construct",
@@ -72,7 +74,7 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     if not wanted:
         original(self, **kwargs)
         return
-    Ranks.of_sglang().roll_call()
+    roll_call(ranks_of_sglang())
     device = kwargs["device"]
     stock = kwargs | {"device": "meta"}
     if hardened:
@@ -81,14 +83,13 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     floor_terms = getattr(self, "_bs1_floor_terms", None) or _floor_terms(self)
     bound, reserve_ms, sink_ms = _lay_over_arena(self, device, floor_terms)
     runtime.pools.append(bound)
-    bound.on_close.append(lambda: runtime.manager.call_every("kvarena_pool_closing", pool=bound))
+    bound.on_close.append(lambda: runtime.pools.remove(bound))
     try:
         announce_reserved(bound, reserve_ms=reserve_ms, sink_ms=sink_ms)
-    except BaseException:
-        runtime.pools.remove(bound)
-        bound.close()
+    except BaseException as error:
+        for second in failures_of(bound.close, "the pool"):
+            add_note(error, f"this failed too: {second}")
         raise
-    bound.on_close.append(lambda: runtime.pools.remove(bound))
 
 
 def _lay_over_arena(
@@ -112,7 +113,7 @@ def _lay_over_arena(
         arena.back(sink)
         backed = time.perf_counter()
         _rebind(pool, arena.tensor[:raw_bytes], device)
-        bound = SglangPool(pool, arena, sink_bytes=sink, floor_terms=floor_terms)
+        bound = SglangPool(pool, arena, runtime.manager, sink_bytes=sink, floor_terms=floor_terms)
         if runtime.layer is Support.NATIVE:
             pool.post_capture_active = True
             pool._post_capture_owner = bound

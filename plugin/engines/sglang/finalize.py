@@ -6,20 +6,27 @@ SGLang calls, in this order and from ``ModelRunner.post_capture_resize_kv_pool``
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvarena.plugin.config import Settings
 from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
-from kvarena.plugin.engines.sglang.ranks import Ranks
+from kvarena.plugin.engines.sglang.ranks import ranks_of_sglang
 from kvarena.plugin.engines.sglang.report import watch
-from kvarena.plugin.engines.sglang.runtime import current_session, runtime
+from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.session import ResizeSession
 from kvarena.pool.errors import PoolStateError
 
 __all__ = ["config_from_budget", "finalize_backing", "resize_allocator", "resize_kv_pool"]
+
+#: The resize that is under way, so that the hooks below it find each other.
+_current_session: contextvars.ContextVar[ResizeSession | None] = contextvars.ContextVar(
+    "kvarena_resize_session", default=None
+)
 
 
 def resize_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -27,29 +34,29 @@ def resize_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> An
     bound = bound_of(self.token_to_kv_pool)
     if bound is None:
         return original(self, **kwargs)
-    session = ResizeSession(bound, _family(), ranks=Ranks.of_sglang(), runner=self)
-    token = current_session.set(session)
+    session = _session(bound, ranks=ranks_of_sglang(), runner=self)
+    token = _current_session.set(session)
     try:
         with session:
             result = original(self, **kwargs)
             session.finish()
         return result
     finally:
-        current_session.reset(token)
+        _current_session.reset(token)
 
 
 def config_from_budget(
     original: Callable[..., Any], self: Any, budget_bytes: int, *, cap_tokens: int | None = None
 ) -> Any:
     """Around ``KVCacheConfigurator.config_from_budget``: during a resize, the same tokens on every rank."""
-    session = current_session.get()
+    session = _current_session.get()
     if session is None:
         return original(self, budget_bytes, cap_tokens=cap_tokens)
     page = session.bound.page_size
     return session.solve(
         lambda budget: (
             original(self, budget, cap_tokens=cap_tokens)
-            if session.ranks.count == 1
+            if session.steps.ranks.count == 1
             else _config_of_this_rank(self, budget, cap_tokens, page)
         ),
         lambda tokens: _solver(self).calculate_pool_sizes_from_max_tokens(tokens, page),
@@ -62,13 +69,13 @@ def finalize_backing(original: Callable[..., Any], self: Any, config: Any) -> An
     bound = bound_of(self)
     if bound is None:
         return original(self, config)
-    session = current_session.get()
+    session = _current_session.get()
     if session is not None:
         session.back(config)
         _poison(bound)
         return None
     # Called by somebody else than ModelRunner: one rank, and its caller decides what follows a failure.
-    with ResizeSession(bound, _family(), ranks=Ranks()) as alone:
+    with _session(bound) as alone:
         alone.back(config)
         _poison(bound)
         alone.publish()
@@ -92,9 +99,9 @@ def resize_allocator(original: Callable[..., Any], self: Any, config: Any) -> An
         return original(self, config)
     check_resizable(self, bound, config)
     saved = take_capacity(self, bound, config, _family())
-    session = current_session.get()
+    session = _current_session.get()
     if session is not None:
-        session.undo(saved.restore)
+        session.steps.undo(saved.restore, "giving SGLang's allocators their old size")
     watch(bound, self)
     return None
 
@@ -116,6 +123,11 @@ def _solver(configurator: Any) -> Any:
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
     return create_memory_pool_configurator(configurator)
+
+
+def _session(bound: SglangPool, **options: Any) -> ResizeSession:
+    settings = runtime.settings or Settings(enable=True)
+    return ResizeSession(bound, _family(), manager=runtime.manager, settings=settings, **options)
 
 
 def _family() -> Any:

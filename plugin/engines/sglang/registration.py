@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
-from kvarena.plugin.closing import failures_of
+from kvarena.hooks.ledgers import Follower
+from kvarena.plugin.closing import failures_of, raise_first
 from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.engine_memory import of_nixl_agent
-from kvarena.plugin.engines.sglang.follower import PoolFollower, tell
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.plugin.engines.sglang.same_host import engine_hooks as same_host
 from kvarena.pool.transaction import add_note
@@ -120,7 +119,7 @@ def register_nixl(original: Callable[[Any], None], self: Any) -> None:
 
 
 @final
-class KvRegistration(PoolFollower):
+class KvRegistration(Follower):
     """What one KV manager has registered: the arena in one ledger, every other buffer in others.
 
     Parameters
@@ -142,13 +141,15 @@ class KvRegistration(PoolFollower):
         engine: TransferEngine,
         engine_for: Callable[[str], TransferEngine],
     ) -> None:
+        self.bound = bound
         self.others: list[RegistrationLedger] = []
         self._kv_args = kv_args
         self._engine_for = engine_for
-        super().__init__(bound, engine)
+        self.ledger = bound.keeper.add(engine, self, register=False)
         try:
             self._register_others()
-            self.follow()
+            with bound.announce.noting_registrations():
+                bound.keeper.register(self.ledger)
         except BaseException as error:
             for second in failures_of(self.close, "the registration"):
                 add_note(error, f"this failed too: {second}")
@@ -164,21 +165,42 @@ class KvRegistration(PoolFollower):
         """
         self._register_other([region], region, "VRAM")
 
-    def follow(self) -> None:
-        """Register what is backed now, and let SGLang's lists say so."""
-        milliseconds = self._move()
+    @property
+    def stands(self) -> bool:
+        """Whether it follows the pool: it was not closed, or an engine would not let go."""
+        return self.ledger in self.bound.ledgers
+
+    def moved(self, ledger: RegistrationLedger) -> None:
+        """Let SGLang's lists say what is backed now."""
         self._correct_lengths()
-        self._report("registered", milliseconds, others=self._other_bytes())
+
+    def closing(self, ledger: RegistrationLedger) -> None:
+        """Let go of what is not in the arena, too."""
+        raise_first(
+            [failure for each in self.others for failure in failures_of(each.clear, each.engine.name)]
+        )
+
+    def details(self) -> dict[str, Any]:
+        """Bytes of the buffers outside the arena."""
+        return {"others": self._other_bytes()}
 
     def close(self) -> None:
-        """See `PoolFollower.close`; also what is not in the arena."""
+        """Unregister everything, also what is not in the arena; a second call does nothing.
+
+        Raises
+        ------
+        RegistrationError
+            The engine refused. What it still holds is tried again when the pool is closed, and the memory
+            stays until then.
+        """
         held, began = self.ledger.registered_bytes, time.perf_counter()
-        with contextlib.ExitStack() as all_of_them:
-            for ledger in (self.ledger, *self.others):
-                all_of_them.callback(ledger.clear)
-        self._leave()
+        failures = failures_of(self.ledger.clear, self.ledger.engine.name)
+        for ledger in self.others:
+            failures += failures_of(ledger.clear, ledger.engine.name)
+        raise_first(failures)
         if held:
-            self._report("unregistered", (time.perf_counter() - began) * 1e3, others=self._other_bytes())
+            self.bound.announce.note("unregistered", self.ledger, (time.perf_counter() - began) * 1e3)
+        self.bound.keeper.remove(self.ledger)
 
     def _other_bytes(self) -> int:
         return sum(ledger.registered_bytes for ledger in self.others)
@@ -195,7 +217,7 @@ class KvRegistration(PoolFollower):
             self._register_other(_apart(regions), span, memory)
 
     def _register_other(self, regions: list[Region], span: Region, memory: str) -> None:
-        ledger = RegistrationLedger(self._engine_for(memory), on_change=tell)
+        ledger = self.bound.keeper.ledger_for(self._engine_for(memory))
         self.others.append(ledger)
         ledger.move_to(regions, backed=span)
 

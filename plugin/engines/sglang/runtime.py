@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 from typing import TYPE_CHECKING, final
@@ -13,16 +12,10 @@ if TYPE_CHECKING:
     from kvarena.plugin.engines.sglang.bound import SglangPool
     from kvarena.plugin.engines.sglang.families.choice import Choice
     from kvarena.plugin.engines.sglang.families.targets import Family, Support
-    from kvarena.plugin.engines.sglang.session import ResizeSession
 
-__all__ = ["Runtime", "current_session", "runtime"]
+__all__ = ["Runtime", "runtime"]
 
 logger = logging.getLogger("kvarena.sglang")
-
-#: The resize that is under way, so that the hooks below it find each other.
-current_session: contextvars.ContextVar[ResizeSession | None] = contextvars.ContextVar(
-    "kvarena_resize_session", default=None
-)
 
 
 @final

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 from kvarena.errors import KvArenaError
-from kvarena.plugin.engines.sglang.follower import PoolFollower
+from kvarena.hooks.ledgers import Follower
+from kvarena.plugin.closing import failures_of
 from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.plugin.engines.sglang.same_host.card import Card, name_of
 from kvarena.plugin.engines.sglang.same_host.route import Reach, Route
-from kvarena.transfer import Region, SameHostEngine, TransferTimeout
+from kvarena.pool.transaction import add_note
+from kvarena.transfer import Region, RegistrationLedger, SameHostEngine, TransferTimeout
 from kvarena.transfer.protocol import Int64
 from kvarena.transfer.registration.traffic import Traffic
 
@@ -35,7 +37,7 @@ _FAILED = -1
 
 
 @final
-class SameHostPath(PoolFollower):
+class SameHostPath(Follower):
     """The same-host engine of one arena, reached by a Mooncake session's name. Any thread may transfer.
 
     Writes go to addresses, as SGLang's protocol has them: its decode side leases pages by sending
@@ -76,13 +78,16 @@ class SameHostPath(PoolFollower):
             drain_timeout=self._timeout,
         )
         self._directory = self._engine.socket_path.parent
-        super().__init__(bound, self._engine)
+        self._bound = bound
+        self.ledger = bound.keeper.add(self._engine, self, register=False)
         try:
             if sends:
                 self._engine.prepare(max(bound.page_bytes(spec.name) for spec in bound.sub_pool_specs))
-            self._publish()
-        except BaseException:
-            self.close()
+            with bound.announce.noting_registrations():
+                bound.keeper.register(self.ledger)
+        except BaseException as error:
+            for second in failures_of(self.close, "the same-host path"):
+                add_note(error, f"this failed too: {second}")
             raise
 
     @property
@@ -90,13 +95,32 @@ class SameHostPath(PoolFollower):
         """Where peers reach the engine."""
         return self._engine.socket_path
 
-    def follow(self) -> None:
-        """Export what is backed now; where that fails, the path ends, and the server goes on without it."""
-        try:
-            self._publish()
-        except (KvArenaError, OSError) as error:
-            logger.warning("kvarena: the same-host path ends here, Mooncake carries everything: %s", error)
-            self.close()
+    def moved(self, ledger: RegistrationLedger) -> None:
+        """Tell peers what is exported now."""
+        card = Card.of(self.session, self._identity, self._engine.describe(), ledger.regions)
+        card.write(self._directory)
+        self._card = card
+
+    def withdrawing(self, ledger: RegistrationLedger) -> None:
+        """First, so that a peer whose copy is refused sees that nothing is wrong here."""
+        if self._card is not None:
+            self._card.remove(self._directory)
+            self._card = None
+
+    def failed(self, ledger: RegistrationLedger, error: Exception) -> None:
+        """The path ends, and the server goes on without it."""
+        if not isinstance(error, (KvArenaError, OSError)):
+            raise error
+        logger.warning("kvarena: the same-host path ends here, Mooncake carries everything: %s", error)
+        self.close()
+
+    def closing(self, ledger: RegistrationLedger) -> None:
+        """Stop listening."""
+        self._engine.close()
+
+    def details(self) -> dict[str, Any]:
+        """How peers find it."""
+        return {"session": self.session, "socket": str(self._engine.socket_path)}
 
     def await_event(self, event: Any) -> None:
         """No transfer that begins from now on reads memory before this CUDA event has come."""
@@ -142,8 +166,7 @@ class SameHostPath(PoolFollower):
         RegistrationError, QuiesceTimeout
             A copy of ours has not ended: the memory must stay.
         """
-        self._let_go()
-        self._leave()
+        self._bound.keeper.remove(self.ledger)
         self._engine.close()
 
     def _both(
@@ -220,21 +243,6 @@ class SameHostPath(PoolFollower):
         with self._lock:
             # Another thread may have waited for some of them, too.
             self._events = [event for event in self._events if event not in events]
-
-    def _let_go(self) -> None:
-        # First, so that a peer whose copy is refused sees that nothing is wrong here.
-        if self._card is not None:
-            self._card.remove(self._directory)
-            self._card = None
-        super()._let_go()
-
-    def _publish(self) -> None:
-        milliseconds = self._move()
-        card = Card.of(self.session, self._identity, self._engine.describe(), self.ledger.regions)
-        card.write(self._directory)
-        self._card = card
-        socket = str(self._engine.socket_path)
-        self._report("registered", milliseconds, session=self.session, socket=socket)
 
 
 def _columns(*given: Sequence[int]) -> tuple[Int64, Int64, Int64] | None:
