@@ -230,7 +230,7 @@ class PoolLifecycle:
             allowed=self._allowed_bytes,
             ranks=self._ranks,
             retries=self.settings.finalize_retries,
-            check=bool(self.settings.headroom),
+            keep_free=lambda: self.settings.headroom,
         ) as steps:
             steps.size(_PoolSizer(pool, resize), min(asked, self._max_bytes(asked)))
             with self.timeline.timed("finalized") as event:

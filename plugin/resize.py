@@ -57,8 +57,8 @@ class PoolResize:
         Who must agree; by default there is only this process.
     retries : int
         How often to try again with less when memory runs out.
-    check : bool
-        Whether a size is held against `allowed` at the first attempt, too.
+    keep_free : callable, optional
+        Bytes that must be free beside the pool once it is backed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PoolResize:
         allowed: Callable[[], int],
         ranks: Ranks | None = None,
         retries: int = 0,
-        check: bool = False,
+        keep_free: Callable[[], int] = int,
     ) -> None:
         self.pool = pool
         self.ranks = Alone() if ranks is None else ranks
@@ -80,7 +80,7 @@ class PoolResize:
         self._announce = announce
         self._allowed = allowed
         self._retries = retries
-        self._check = check
+        self._keep_free = keep_free
         self._sizer: Sizer | None = None
         self._budget = 0
         self._shortage = ""
@@ -242,9 +242,8 @@ class PoolResize:
         retry = self._sizer is not None and self.attempts < self._retries
         began = time.perf_counter()
         try:
-            if self._check:
-                self._require_room(int(self.config.unified_memory_pool_bytes))
             self.pool.finalize_backing(self.config)
+            self._require_left()
         except OutOfMemoryError as error:
             return RankReport("backed", failure=str(error), retry=retry), error
         except KvArenaError as error:
@@ -252,16 +251,18 @@ class PoolResize:
         self.backing_ms = (time.perf_counter() - began) * 1e3
         return RankReport("backed", retry=retry, nbytes=self.pool.total_bytes), None
 
-    def _require_room(self, nbytes: int) -> None:
+    def _require_left(self) -> None:
         """What was free when the size was decided may be somebody else's by now."""
-        allowed = self._allowed()
-        if nbytes > allowed:
+        keep, free = self._keep_free(), self.pool.driver.free_bytes()
+        if free < keep:
+            nbytes = self.pool.total_bytes
             raise OutOfMemoryError(
-                "create",
+                "back",
                 "HEADROOM",
                 requested=nbytes,
-                free=allowed,
-                fix="Free memory on the device, or let less of it stay free: KVARENA_HEADROOM is subtracted.",
+                free=max(0, nbytes - (keep - free)),
+                fix=f"{keep} bytes must stay free, and {free} are: free memory on the device, or lower "
+                "KVARENA_HEADROOM.",
             )
 
     def _smaller(self, error: KvArenaError | None) -> int:

@@ -135,11 +135,12 @@ class Side:
 
     def let_go(self) -> None:
         """What the path does at the start of a resize."""
-        self.path.kvarena_pool_resizing(pool=self.bound)
+        self.path.withdrawing(self.path.ledger)
+        self.path.ledger.clear()
 
     def follow(self) -> None:
         """And at its end."""
-        self.path.kvarena_pool_finalized(pool=self.bound)
+        self.bound.keeper.register(self.path.ledger)
 
     def lose_socket(self) -> None:
         self.path.socket_path.unlink()

@@ -150,6 +150,62 @@ def test_out_of_memory_backs_off(served: Any, runner_module: Any, caplog: pytest
     assert "all ranks try again" in caplog.text
 
 
+@pytest.mark.parametrize("headroom", [0, 6 * GRANULE])
+def test_a_retry_leaves_free_what_sglang_and_the_operator_keep(
+    served: Any, runner_module: Any, monkeypatch: pytest.MonkeyPatch, headroom: int
+) -> None:
+    """The retry took all that was left, and SGLang's next allocation ended the server."""
+    monkeypatch.setattr(runtime, "settings", msgspec.structs.replace(runtime.settings, headroom=headroom))
+    kept = 5 * GRANULE
+    driver = Taken(FREE // GRANULE * GRANULE + kept + GRANULE)
+    bundle, runner = served(driver=driver)
+    driver.takes = 4 * GRANULE  # by somebody else, after SGLang has measured
+    runner_module.resize(runner)
+    assert bundle.bound.finalized
+    assert driver.taken
+    assert driver.free_bytes() >= max(kept, headroom)
+
+
+class Taken:
+    """A device of which another process takes memory at the first backing that is large."""
+
+    def __init__(self, limit: int) -> None:
+        self._driver = HostVmm(memory_limit=limit)
+        self.takes, self.taken = 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def create(self, nbytes: int) -> int:
+        if self.takes and nbytes > GRANULE:
+            self.taken, self.takes = self._driver.create(self.takes), 0
+        return self._driver.create(nbytes)
+
+
+def test_the_undo_of_a_resize_allocates_nothing_beside_the_sink(
+    served: Any, runner_module: Any, rig_module: Any, observer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made SGLang's free lists anew, on a device that was full."""
+    bundle, runner = served()
+    before = rig_module.scalars(bundle)
+    observer.broken = True
+
+    def reverted(saved: Any) -> None:
+        monkeypatch.setattr(torch, "arange", _raise)
+        monkeypatch.setattr(torch, "empty", _raise)
+        restore(saved)
+        monkeypatch.undo()
+
+    from kvarena.plugin.engines.sglang.capacity import Saved
+
+    restore = Saved.restore
+    monkeypatch.setattr(Saved, "restore", reverted)
+    with pytest.raises(HookError) as caught:
+        runner_module.resize(runner)
+    assert not getattr(caught.value, "__notes__", [])
+    assert rig_module.scalars(bundle) == before
+
+
 def test_out_of_memory_for_good_is_an_error_and_everything_is_as_before(
     served: Any, runner_module: Any, rig_module: Any
 ) -> None:

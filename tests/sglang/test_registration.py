@@ -405,6 +405,37 @@ def test_close_unregisters_before_the_memory_goes(finalized: Any, manager: Any) 
     assert kv.engine.engine.held == {}
 
 
+def test_memory_under_a_registration_that_stays_is_not_unmapped_by_close(
+    finalized: Any, manager: Any
+) -> None:
+    """It was, in silence; what a plugin raised at the end was dropped."""
+    kv = manager(finalized)
+    kv.register_buffer_to_engine()
+    engine, bound = kv.engine.engine, finalized.bound
+    engine.unregister_memory, unregister = (lambda address: -202), engine.unregister_memory
+    with pytest.raises(RegistrationError, match="-202"):
+        bound.close()
+    assert not bound.closed
+    assert bound.arena.backed_bytes == engine.held[bound.arena.base]
+    assert bound in runtime.pools
+    engine.unregister_memory = unregister
+    bound.close()
+    assert bound.closed
+    assert engine.held == {}
+
+
+def test_what_a_plugin_raises_at_the_end_reaches_the_caller(rig: Any, finalized: Any) -> None:
+    class Stumbles:
+        @hookimpl
+        def kvarena_pool_closing(self, pool: Any) -> None:
+            raise ZeroDivisionError("at the end")
+
+    rig.plug(Stumbles())
+    with pytest.raises(KvArenaError, match="at the end"):
+        finalized.bound.close()
+    assert finalized.bound.closed
+
+
 def test_third_parties_hear_of_regions(rig: Any, finalized: Any, manager: Any) -> None:
     heard = []
 

@@ -65,7 +65,7 @@ class ResizeSession:
             allowed=self._allowed_now,
             ranks=ranks,
             retries=settings.finalize_retries,
-            check=bool(settings.headroom),
+            keep_free=self._keep_free,
         )
         self._family = family
         self._manager = manager
@@ -170,6 +170,10 @@ class ResizeSession:
         """Measured anew, less what SGLang and the operator keep free."""
         free = self.bound.driver.free_bytes() + self.bound.backed_bytes
         return self._within(max(0, free - self._reserve))
+
+    def _keep_free(self) -> int:
+        # SGLang's figure is an estimate, and SGLang itself may have taken a little of it since.
+        return max(self._settings.headroom, self._reserve - self._reserve // 8)
 
     def _within(self, budget: int) -> int:
         """SGLang's budget, or less if a hook or the operator says so."""
