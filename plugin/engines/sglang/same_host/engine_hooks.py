@@ -145,7 +145,7 @@ def stand_behind(manager: Any, bound: SglangPool, mooncake: RegistrationLedger) 
     ----------
     manager : MooncakeKVManager
         SGLang's.
-    bound : BoundPool
+    bound : SglangPool
         The pool whose arena it serves.
     mooncake : RegistrationLedger
         Of the same arena with Mooncake; what Mooncake carries is counted there.

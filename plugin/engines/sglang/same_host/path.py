@@ -46,7 +46,7 @@ class SameHostPath(Follower):
 
     Parameters
     ----------
-    bound : BoundPool
+    bound : SglangPool
         Whose arena is served, in both directions.
     session : str
         Ours, as peers know it.
