@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 from kvarena.pool._counts import as_count
 
-__all__ = ["settled"]
+__all__ = ["checked_answer"]
 
 
-def settled(hook: str, answer: object) -> object:
+def checked_answer(hook: str, answer: object) -> object:
     """A plugin's answer to a hook; lists are complete, where a plugin answered with a generator.
 
     Raises
@@ -17,8 +17,8 @@ def settled(hook: str, answer: object) -> object:
     TypeError
         It is not what the hook asks for.
     """
-    settle = _SETTLE.get(hook)
-    return answer if settle is None or answer is None else settle(answer)
+    check = _CHECKS.get(hook)
+    return answer if check is None or answer is None else check(answer)
 
 
 def _driver(answer: object) -> object:
@@ -30,7 +30,7 @@ def _driver(answer: object) -> object:
 def _budget(answer: object) -> int:
     nbytes = as_count(answer)
     if nbytes is None:
-        raise TypeError(f"it answered {answer!r}, which is no whole number of bytes")
+        raise TypeError(f"it answered {answer!r}, which is not a whole number of bytes")
     return nbytes
 
 
@@ -40,7 +40,7 @@ def _refusals(answer: object) -> list[object]:
     refusals = _listed(answer)
     for refusal in refusals:
         if not isinstance(refusal, Refusal):
-            raise TypeError(f"it answered with {refusal!r}, which is no Refusal")
+            raise TypeError(f"it answered with {refusal!r}, which is not a Refusal")
     return refusals
 
 
@@ -54,7 +54,9 @@ def _having(answer: object, protocol: type) -> object:
     wanted = [name for name in vars(protocol) if not name.startswith("_")]
     missing = [name for name in wanted if not hasattr(answer, name)]
     if missing:
-        raise TypeError(f"it answered {answer!r}, which is no {protocol.__name__}: no {', '.join(missing)}")
+        raise TypeError(
+            f"it answered {answer!r}, which is not a {protocol.__name__}: it has no {', '.join(missing)}"
+        )
     return answer
 
 
@@ -64,7 +66,7 @@ def _listed(answer: object) -> list[object]:
     return list(answer)
 
 
-_SETTLE: dict[str, Callable[[object], object]] = {
+_CHECKS: dict[str, Callable[[object], object]] = {
     "kvarena_budget": _budget,
     "kvarena_driver": _driver,
     "kvarena_refusals": _refusals,

@@ -11,7 +11,7 @@ from typing import Any, final
 import pluggy
 from kvarena.errors import KvArenaError
 from kvarena.hooks import specs
-from kvarena.hooks._answers import settled
+from kvarena.hooks._answers import checked_answer
 from kvarena.hooks._markers import PROJECT
 from kvarena.hooks.errors import HookError, PluginLoadError
 
@@ -135,8 +135,8 @@ def create_manager(
 def _named(function: Callable[..., object], plugin: str, hook: str) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: object) -> object:
-        with _blamed(plugin, hook):
-            return settled(hook, function(*args))
+        with _failures_of(plugin, hook):
+            return checked_answer(hook, function(*args))
 
     return call
 
@@ -146,14 +146,14 @@ def _named_wrapper(
 ) -> Callable[..., Generator[object, object, object]]:
     @functools.wraps(function)
     def call(*args: object) -> Generator[object, object, object]:
-        with _blamed(plugin, hook):
+        with _failures_of(plugin, hook):
             return (yield from function(*args))
 
     return call
 
 
 @contextlib.contextmanager
-def _blamed(plugin: str, hook: str) -> Iterator[None]:
+def _failures_of(plugin: str, hook: str) -> Iterator[None]:
     try:
         yield
     except KvArenaError:

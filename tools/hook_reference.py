@@ -27,6 +27,11 @@ my_plugin = "my_package.my_module"
 registered last is asked first, so an installed plugin answers before the built-in ones. A plugin that
 raises is named in the error, and a finalize in which one raises is taken back as a whole.
 
+A `pool` is a `kvarena.pool.ResizablePool`: inside SGLang its own pool behind an adapter, elsewhere kvarena's
+`UnifiedKVPool`. `kvarena_transfer_engines` is not asked inside SGLang: it opens its transfer engines itself,
+from its own options, and an engine that a plugin answered with would be registered and never used. All other
+hooks are asked in both.
+
 | hook | asks | arguments | answer | answers used |
 |---|---|---|---|---|
 """

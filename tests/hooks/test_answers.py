@@ -51,19 +51,19 @@ def broken() -> Iterator[Refusal]:
 @pytest.mark.parametrize(
     ("hook", "answer", "match"),
     [
-        ("budget", "8GiB", "'8GiB', which is no whole number"),
-        ("budget", True, "True, which is no whole number"),
-        ("budget", 0.9, "which is no whole number"),
-        ("budget", float("nan"), "nan, which is no whole number"),
-        ("driver", "cuda", "'cuda', which is no Driver"),
-        ("driver", RecordingEngine(), "which is no Driver: no device, granularity"),
+        ("budget", "8GiB", "'8GiB', which is not a whole number"),
+        ("budget", True, "True, which is not a whole number"),
+        ("budget", 0.9, "which is not a whole number"),
+        ("budget", float("nan"), "nan, which is not a whole number"),
+        ("driver", "cuda", "'cuda', which is not a Driver"),
+        ("driver", RecordingEngine(), "which is not a Driver: it has no device, granularity"),
         ("refusals", REFUSAL, "where a list belongs"),
         ("refusals", "no", "where a list belongs"),
-        ("refusals", ["no"], "'no', which is no Refusal"),
-        ("refusals", [None], "None, which is no Refusal"),
+        ("refusals", ["no"], "'no', which is not a Refusal"),
+        ("refusals", [None], "None, which is not a Refusal"),
         ("refusals", broken(), "in the middle"),
         ("transfer_engines", RecordingEngine(), "where a list belongs"),
-        ("transfer_engines", ["mooncake"], "'mooncake', which is no TransferEngine"),
+        ("transfer_engines", ["mooncake"], "'mooncake', which is not a TransferEngine"),
     ],
 )
 def test_nonsense_is_its_plugins_failure(hook: str, answer: object, match: str) -> None:

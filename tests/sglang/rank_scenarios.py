@@ -138,7 +138,7 @@ def from_tokens(tokens: int, layers: int) -> Any:
 
 
 def make_pool() -> Any:
-    """What BoundPool asks of SGLang's pool."""
+    """What SglangPool asks of SGLang's pool."""
     specs = [
         SimpleNamespace(name=name, entry_bytes=lambda nbytes=nbytes: nbytes) for name, nbytes in ENTRY.items()
     ]

@@ -124,7 +124,7 @@ class KvRegistration(Follower):
 
     Parameters
     ----------
-    bound : BoundPool
+    bound : SglangPool
         Whose arena some of the buffers lie in.
     kv_args : KVArgs
         SGLang's list of buffers; its lengths follow the pool.

@@ -59,7 +59,7 @@ class Runtime:
         return self._problems
 
     def acts(self) -> bool:
-        """Whether every target of the release stands; otherwise each hook does what stock does."""
+        """Whether every target of the release stands; otherwise SGLang runs unmodified."""
         return not self.problems()
 
     def pool_at(self, address: int) -> SglangPool | None:

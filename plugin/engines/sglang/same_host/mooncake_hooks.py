@@ -145,7 +145,7 @@ def start_transfers(manager: Any, bound: SglangPool, mooncake: RegistrationLedge
     ----------
     manager : MooncakeKVManager
         SGLang's.
-    bound : BoundPool
+    bound : SglangPool
         The pool whose arena it serves.
     mooncake : RegistrationLedger
         Of the same arena with Mooncake; what Mooncake carries is counted there.
