@@ -156,5 +156,6 @@ def test_a_parents_death_is_noticed_though_a_child_of_it_lives(
                 here.incoming[lease.serial].wait(30)
         finally:
             os.kill(child, signal.SIGKILL)
+            dying.process.kill()  # it may take a while to die, and nobody is to call it meanwhile
     finally:
         here.close()
