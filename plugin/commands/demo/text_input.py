@@ -22,8 +22,8 @@ def read_text(path: str | None, *, max_bytes: int) -> bytes:
     ----------
     path : str or None
         None: the shipped passage.
-    most_bytes : int
-        What the pool could hold at the very best; nothing larger is read.
+    max_bytes : int
+        The most that the pool could hold; nothing larger is read.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def read_text(path: str | None, *, max_bytes: int) -> bytes:
         text.decode()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"the input {path} is no UTF-8 text: byte {error.start} is {text[error.start]:#04x}.",
+            f"the input {path} is not UTF-8 text: byte {error.start} is {text[error.start]:#04x}.",
             fix="Give a UTF-8 text file.",
         ) from error
     return text

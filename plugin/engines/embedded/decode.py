@@ -110,7 +110,7 @@ class DecodeServer:
             self._waiting.append(sequence)
 
     def cancel(self, rid: int) -> None:
-        """Drop a request; an unknown one is no error."""
+        """Drop a request; an unknown one is ignored."""
         why = "cancelled by the client."
         for sequence in [s for s in self._waiting if s.rid == rid]:
             self._waiting.remove(sequence)

@@ -24,7 +24,7 @@ class Request(msgspec.Struct, frozen=True):
         if self.max_new_tokens < 1:
             return f"max_new_tokens is {self.max_new_tokens}, it must be at least 1."
         odd = next((token for token in self.tokens if not 0 <= token < VOCABULARY), None)
-        return "" if odd is None else f"token {odd} is none of the {VOCABULARY} that there are."
+        return "" if odd is None else f"token {odd} is not in the vocabulary of {VOCABULARY}."
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ import pytest
 from kvarena.plugin.engines.embedded import control
 from kvarena.plugin.engines.embedded.engine import Engine
 from kvarena.plugin.engines.embedded.requests import Request, Result
-from kvarena.transfer import LeasedPageEngine, LeaseError, PageBatch, RecordingEngine
+from kvarena.transfer import LeasedPageEngine, LeaseError, PageBatch, RecordingEngine, TransferTimeout
 from kvarena.transfer.testing.recording import FinishedTransfer
 
 if TYPE_CHECKING:
@@ -71,6 +73,38 @@ def test_what_a_cancelled_request_leased_is_not_written_any_more(pair: Pair, tex
         pair.engines["prefill"].ledger.engine.submit_pages(
             peer, PageBatch(lease.pages["full"], lease.pages["full"], 1024, lease)
         )
+
+
+def test_taking_a_lease_back_does_not_block_the_decode_loop(
+    pair: Pair, texts: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As from a sender that has stopped; its pages are given to nobody until it is proven to have ended.
+    channel, proven, asked = pair.engines["decode"].channel, threading.Event(), []
+
+    def wait(lease: object, why: str) -> None:
+        asked.append(lease)
+        if len(asked) == 1:
+            raise TransferTimeout("same-host", "peer", 1.0)
+        proven.wait(60.0)
+
+    monkeypatch.setattr(channel, "take_back", wait)
+    pair.decode.submit(texts[-1])
+    pair.decode.step()
+    pair.decode.cancel(texts[-1].rid)
+    longest, end = 0.0, time.monotonic() + 2.0
+    while time.monotonic() < end:
+        began = time.monotonic()
+        pair.decode.step()
+        longest = max(longest, time.monotonic() - began)
+        pair.prefill.step()
+    assert len(asked) == 2
+    assert longest < 1.5
+    assert pair.decode.leases.active != ()
+    assert pair.engines["decode"].book.leaks() != []
+    assert pair.serve(texts[2:3])[texts[2].rid].tokens
+    proven.set()
+    pair.turn_until(lambda: not pair.decode.leases.active)
+    assert pair.leaks() == []
 
 
 def test_an_engine_without_leased_pages_takes_the_senders_word(make_engine: MakeEngine) -> None:

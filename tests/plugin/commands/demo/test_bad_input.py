@@ -50,7 +50,7 @@ def test_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b"text\0text", "is binary: it has NUL bytes"),
-        (b"\x89PNG\r\n\x1a\n", "is no UTF-8 text: byte 0 is 0x89"),
+        (b"\x89PNG\r\n\x1a\n", "is not UTF-8 text: byte 0 is 0x89"),
         (b"caf\xe9", "byte 3 is 0xe9"),
         (b"abc", "a text of 3 bytes cannot be cut into 6 prompts"),
     ],

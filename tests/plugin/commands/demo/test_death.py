@@ -114,7 +114,7 @@ def test_sigint_ends_a_run_within_two_seconds_though_a_worker_hangs(tmp_path: Pa
         env={**os.environ, "KVARENA_SOCKET_DIR": str(tmp_path)},
     )
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 90
         while len(workers := _children(process.pid)) < 2:
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -126,7 +126,7 @@ def test_sigint_ends_a_run_within_two_seconds_though_a_worker_hangs(tmp_path: Pa
         took = time.monotonic() - began
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert process.returncode == 128 + signal.SIGINT
     assert took < 2.0 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
     assert took < 10.0
