@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import NamedTuple, final
 
-from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.plugin.engines.sglang.same_host import session_file
 from kvarena.transfer import Region, SameHostEngine
 from kvarena.transfer.errors import TransferFailed
 
 __all__ = ["AttachedPeer", "PeerSession"]
+
+logger = logging.getLogger("kvarena.sglang")
 
 #: Codes of an engine whose peer has unregistered the destination, has gone, or is forgotten already.
 _MOVED = ("EFAULT", "peer", "ENOTCONN")
@@ -88,7 +90,7 @@ class PeerSession:
             self._attached = None
             try:
                 self._engine.disconnect(peer.key)
-            except Exception:  # noqa: BLE001 - the request goes on by Mooncake
+            except Exception:
                 logger.exception("kvarena: session %s could not be let go.", self._session)
 
     def _has_moved(self, peer: AttachedPeer, error: Exception) -> bool:

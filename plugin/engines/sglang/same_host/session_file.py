@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ipaddress
+import logging
 import os
 import socket
 import stat
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvarena.plugin.engines.sglang.runtime import logger
 from kvarena.transfer import Region
 from kvarena.transfer.owner_only import write_atomically
 
 __all__ = ["FileVersion", "SessionRecord", "is_this_host", "name_of"]
+
+logger = logging.getLogger("kvarena.sglang")
 
 _FORMAT = "kvarena-sglang-session 1"
 _MAX_BYTES = 1 << 20
