@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
+from kvarena.plugin.engines.sglang.measure.resizing import size_before_resize
 from kvarena.plugin.engines.sglang.ranks import Ranks
 from kvarena.plugin.engines.sglang.report import watch
 from kvarena.plugin.engines.sglang.runtime import current_session, runtime
@@ -31,6 +32,7 @@ def resize_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> An
     token = current_session.set(session)
     try:
         with session:
+            session.sizing = size_before_resize(bound, self, session.ranks)
             result = original(self, **kwargs)
             session.finish()
         return result
@@ -53,7 +55,8 @@ def config_from_budget(
             else _config_of_this_rank(self, budget, cap_tokens, page)
         ),
         lambda tokens: _solver(self).calculate_pool_sizes_from_max_tokens(tokens, page),
-        budget_bytes,
+        # SGLang's own budget leaves a fixed reserve; ours leaves what was measured.
+        budget_bytes if session.sizing is None else session.sizing.pool_bytes,
     )
 
 

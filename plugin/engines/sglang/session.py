@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from kvarena.errors import KvArenaError
 from kvarena.hooks import BudgetRequest
@@ -17,6 +17,9 @@ from kvarena.plugin.engines.sglang.report import announce_finalized
 from kvarena.plugin.engines.sglang.runtime import runtime
 from kvarena.pool import OutOfMemoryError, PostCaptureKVResize
 from kvarena.pool.errors import PoolStateError
+
+if TYPE_CHECKING:
+    from kvarena.plugin.engines.sglang.measure.sizing import PoolSizing
 
 __all__ = ["ResizeSession"]
 
@@ -53,6 +56,8 @@ class ResizeSession:
         self.bound = bound
         self.attempts = 0
         self.backing_ms = 0.0
+        self.sizing: PoolSizing | None = None
+        """What was measured; None: SGLang's own budget counts."""
         self._family = family
         self.ranks = ranks
         self._runner = runner
@@ -154,7 +159,7 @@ class ResizeSession:
                 raise_if_failed(reports, mine.stage)
             self.bound.revert()
             self.attempts += 1
-            self._budget = max(0, self._budget - self._less(error))
+            self._budget = max(0, min(self._budget - self._less(error), self._beside_the_reserve()))
             self._lack = mine.failure
             logger.warning(
                 "kvarena: backing %d bytes failed on %s; all ranks try again, this one offers %d bytes.",
@@ -287,6 +292,12 @@ class ResizeSession:
             return Report("backed", failure=str(error)), error
         self.backing_ms = (time.perf_counter() - began) * 1e3
         return Report("backed", retry=again, nbytes=self.bound.backed_bytes), None
+
+    def _beside_the_reserve(self) -> int:
+        """What the pool may have by now, with only the sink backed, if the reserve is to stay free."""
+        if self.sizing is None:
+            return self._budget
+        return self.bound.driver.free_bytes() + self.bound.backed_bytes - self.sizing.stays_free_bytes
 
     def _less(self, error: KvArenaError | None) -> int:
         """How many bytes to ask for less: what was lacking, at least 1/128, and twice as much each time.
