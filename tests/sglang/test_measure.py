@@ -308,6 +308,7 @@ def eager(rig: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         dp_size=1,
         attn_dp_size=1,
         ps=parallel,
+        tp_group=barrier,
         server_args=SimpleNamespace(enable_torch_compile=False, speculative_num_draft_tokens=None),
         model_config=SimpleNamespace(
             hidden_size=8, vocab_size=64, dtype=torch.bfloat16, is_encoder_decoder=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -351,6 +352,43 @@ def test_a_step_never_asks_for_more_than_the_pool_or_the_context() -> None:
         assert shape.longest <= work.context
     decode = next(shape for shape in steps_at(work, 4096) if shape.kind == "decode")
     assert decode.batch * (decode.prefix + 1) <= work.pool_tokens
+
+
+def test_a_kept_measurement_is_taken_and_costs_no_step(tmp_path: Path) -> None:
+    settings = {"profile_dir": str(tmp_path / "profiles")}
+    first, second = Card(settings=settings), Card(settings=settings)
+    measured, kept = first.size(), second.size()
+    assert (kept.pool_bytes, kept.max_requests) == (measured.pool_bytes, measured.max_requests)
+    # Only the limit that yields is not kept.
+    assert {shape.requests for shape in second.ran} == {measured.max_requests}
+    assert "reserve kept from an earlier start" in kept.line
+
+
+def test_other_flags_are_measured_anew(tmp_path: Path) -> None:
+    settings = {"profile_dir": str(tmp_path / "profiles")}
+    Card(settings=settings).size()
+    other = Card(settings=settings, arguments={"chunked_prefill_size": 4096})
+    assert "reserve measured" in other.size().line
+
+
+def test_a_kept_measurement_of_one_rank_alone_is_not_taken(tmp_path: Path) -> None:
+    settings = {"profile_dir": str(tmp_path / "profiles")}
+    Card(settings=settings).size()
+    together = Together(2)
+    found = on_all([Card(ranks=together.rank(0), settings=settings), Card(ranks=together.rank(1))])
+    assert all("reserve measured" in each.line for each in found)
+
+
+def test_a_kept_measurement_that_cannot_be_trusted_is_measured_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"profile_dir": str(tmp_path / "profiles")}
+    Card(settings=settings).size()
+    (path,) = (tmp_path / "profiles").iterdir()
+    path.write_bytes(b"{")
+    assert "reserve measured" in Card(settings=settings).size().line
+    assert f"{path} is not used: it is cut off" in caplog.text
+    assert "reserve kept" in Card(settings=settings).size().line
 
 
 def test_a_rank_that_is_elsewhere_ends_the_measuring() -> None:

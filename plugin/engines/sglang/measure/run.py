@@ -9,10 +9,9 @@ from dataclasses import fields
 from typing import Any, Protocol, final
 
 import torch
-from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.measure.errors import MeasureError
 from kvarena.plugin.engines.sglang.measure.steps import StepShape
-from kvarena.plugin.engines.sglang.ranks import Ranks, Report, raise_if_failed
+from kvarena.plugin.engines.sglang.ranks import Ranks, Report
 from kvarena.pool.reserve import MeasuredStep
 
 __all__ = ["CudaMeter", "Meter", "measure", "run_step"]
@@ -108,10 +107,13 @@ def measure(
     for shape in shapes:
         mine = _of_this_rank(runner, shape, meter, run)
         reports = ranks.exchange(mine)
-        try:
-            raise_if_failed(reports, mine.stage)
-        except KvArenaError as error:
-            raise MeasureError(f"step {shape.name!r} failed: {error.what}") from error
+        failures = [
+            f"rank {rank}: {report.failure or f'it is at {report.stage!r}'}"
+            for rank, report in enumerate(reports)
+            if report.failure or report.stage != mine.stage
+        ]
+        if failures:
+            raise MeasureError(f"step {shape.name!r} could not be measured ({'; '.join(failures)}).")
         found.append(MeasuredStep(shape.name, max(report.nbytes for report in reports), shape.requests))
         unseen += max(report.tokens for report in reports)
     return found, unseen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 from kvarena.plugin.config import Settings
@@ -18,6 +19,7 @@ from kvarena.plugin.engines.sglang.request import config_view
 __all__ = ["MeasuredServer"]
 
 _GIB = 1 << 30
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @final
@@ -134,7 +136,7 @@ class MeasuredServer:
         runner, model = self.runner, self.runner.model_config.hf_config
         told = {
             "release": runtime.release,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "python": sys.version.split()[0],
             "card": self._card(),
             "driver": _driver(),
@@ -176,10 +178,17 @@ class MeasuredServer:
 
 
 def _driver() -> str:
+    """The display driver's own line; where it shows none, the CUDA version that it serves."""
     try:
-        from cuda.bindings import driver
-    except ImportError:
-        return ""
+        return _DRIVER.read_text(encoding="utf-8").splitlines()[0].strip()
+    except (OSError, ValueError, IndexError):
+        pass
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    from cuda.bindings import driver
+
     code, version = driver.cuDriverGetVersion()
     return f"{int(code)} {version}"
 

@@ -191,8 +191,9 @@ def _steps_of(server: MeasuredServer, plan: _Plan) -> tuple[list[MeasuredStep], 
     if plan.store is not None and plan.key is not None:
         try:
             profile = plan.store.load(plan.key, shapes, server.device_bytes())
-        except ProfileError as error:
-            logger.warning("kvarena: %s The steps are measured anew.", error.what)
+        except Exception as error:  # noqa: BLE001 - the other ranks are on their way to the exchange below
+            why = error.what if isinstance(error, ProfileError) else f"{error!r}."
+            logger.warning("kvarena: %s The steps are measured anew.", why)
     reports = _exchange(server, Report("profile", retry=profile is not None))
     if profile is not None and all(report.retry for report in reports):
         return profile.measured(), profile.unseen_bytes, "kept from an earlier start"
