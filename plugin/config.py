@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from kvarena.errors import KvArenaError
@@ -90,6 +90,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Keep an owner-only status file for ``kvarena status``."""
     sglang_experimental: bool = False
     """Back-port post-capture sizing to SGLang releases that are not fully supported (0.5.17-0.5.19)."""
+    peak_margin: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
+    """SGLang: the share of the largest measured step that stays free on top of it."""
+    profile_dir: str | None = None
+    """SGLang: keep measurements of steps here between starts; a directory of mode 0700. None: not kept."""
+    max_running: Literal["graphs"] | None = None
+    """SGLang: ``graphs`` limits running requests to what decode graphs cover, unless a limit is given."""
+    input_logprobs: bool = False
+    """SGLang: leave room for the log-probabilities of whole prompts."""
     finalize_retries: Annotated[int, msgspec.Meta(ge=0, le=32)] = 4
     """How often finalize tries again with less when backing runs out of memory."""
 

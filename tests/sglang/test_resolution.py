@@ -93,14 +93,18 @@ def reserve(resolved: Resolve) -> float:
     return fraction
 
 
-def test_a_pool_that_is_sized_later_needs_no_reserve(
+def test_a_pool_that_is_sized_later_keeps_the_fraction_or_needs_none(
     rig: Any, resolved: Resolve, reserve: float, capturable: str
 ) -> None:
     if rig.release.number == 19:
         pytest.skip("this release captures no prefill steps with unified memory")
     fraction, planned = resolved(attention_backend=capturable)
     assert planned
-    assert fraction > reserve
+    if rig.release.number >= 20:
+        # Nothing is promised that might have to be taken back: more addresses are reserved instead.
+        assert fraction == reserve
+    else:
+        assert fraction > reserve
 
 
 def test_what_sglang_changes_after_it_asked_its_planner_costs_no_reserve(

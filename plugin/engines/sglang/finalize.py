@@ -15,6 +15,7 @@ import torch
 from kvarena.plugin.config import Settings
 from kvarena.plugin.engines.sglang.bound import SglangPool, bound_of
 from kvarena.plugin.engines.sglang.capacity import check_resizable, take_capacity
+from kvarena.plugin.engines.sglang.measure.resizing import size_before_resize
 from kvarena.plugin.engines.sglang.ranks import ranks_of_sglang
 from kvarena.plugin.engines.sglang.report import watch
 from kvarena.plugin.engines.sglang.runtime import runtime
@@ -38,6 +39,7 @@ def resize_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> An
     token = _current_session.set(session)
     try:
         with session:
+            session.sizing = size_before_resize(bound, self, session.steps.ranks)
             result = original(self, **kwargs)
             session.finish()
         return result
@@ -60,7 +62,8 @@ def config_from_budget(
             else _config_of_this_rank(self, budget, cap_tokens, page)
         ),
         lambda tokens: _solver(self).calculate_pool_sizes_from_max_tokens(tokens, page),
-        budget_bytes,
+        # SGLang's own budget leaves a fixed reserve; ours leaves what was measured.
+        budget_bytes if session.sizing is None else session.sizing.pool_bytes,
     )
 
 

@@ -37,8 +37,10 @@ def plan(original: Callable[[Any], bool], server_args: Any) -> bool:
             )
         return original(server_args)
     resolution = current_resolution.get()
-    if resolution is not None and resolution.answer is not None:
-        return resolution.answer
+    if resolution is not None:
+        resolution.asked = True
+        if resolution.answer is not None:
+            return resolution.answer
     answer = _decide(original, server_args)
     if resolution is not None and answer:
         resolution.promised = True

@@ -32,6 +32,8 @@ class Runtime:
         self.attached = False
         self.planned: bool | None = None
         """What the planner said last for a unified pool; None: it was not asked."""
+        self.unmodified_bytes: int | None = None
+        """What the unmodified release would have given the pool, from before capture; None: not known."""
         self.pools: list[SglangPool] = []
         self._manager: HookManager | None = None
         self._problems: list[str] | None = None

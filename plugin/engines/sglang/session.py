@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from kvarena.hooks import BudgetRequest, HookManager
 from kvarena.plugin.config import Settings
@@ -15,6 +15,9 @@ from kvarena.plugin.engines.sglang.report import announce_finalized
 from kvarena.plugin.ranks import Ranks
 from kvarena.plugin.resize import PoolResize
 from kvarena.pool import PostCaptureKVResize
+
+if TYPE_CHECKING:
+    from kvarena.plugin.engines.sglang.measure.sizing import PoolSizing
 
 __all__ = ["ResizeSession"]
 
@@ -71,6 +74,8 @@ class ResizeSession:
         self._manager = manager
         self._settings = settings
         self._runner = runner
+        self.sizing: PoolSizing | None = None
+        """What was measured; None: SGLang's own budget counts."""
         self._reserve = 0
 
     def __enter__(self) -> ResizeSession:

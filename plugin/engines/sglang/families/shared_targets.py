@@ -15,6 +15,7 @@ __all__ = [
     "RESOLUTION",
     "STAGING",
     "SWA_ALLOCATOR",
+    "UNMODIFIED",
     "allocator_needs",
     "sizing",
     "storing",
@@ -39,6 +40,14 @@ RESOLUTION = Target(
     "server_args",
     body=False,
     handler="resolution:resolve_arguments",
+)
+
+#: The size that SGLang would give the pool itself, before capture.
+UNMODIFIED = Target(
+    f"{_CONFIGURATOR}._profile_available_bytes",
+    "self, pre_model_load_memory",
+    body=False,
+    handler="measure.unmodified:profile_available_bytes",
 )
 
 #: The hybrid-SWA allocator since 0.5.20, and before.

@@ -17,6 +17,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    UNMODIFIED,
     allocator_needs,
     sizing,
     storing,
@@ -27,7 +28,14 @@ __all__ = ["FAMILY", "FAMILY_0_5_19"]
 
 
 def _family(
-    name: str, release: str, allocators: str, buffers: tuple[Target, ...], *, resize_runner: str, compute: str
+    name: str,
+    release: str,
+    allocators: str,
+    buffers: tuple[Target, ...],
+    *,
+    resize_runner: str,
+    compute: str,
+    decided_late: tuple[Target, ...] = (),
 ) -> Family:
     allocator, sub_allocator = ALLOCATORS[allocators]
     return Family(
@@ -37,6 +45,7 @@ def _family(
         targets=(
             PLANNER,
             RESOLUTION,
+            *decided_late,
             *sizing(
                 "self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1",
                 allocator,
@@ -87,6 +96,7 @@ FAMILY = _family(
     (*BUFFER_INFOS, *MOVE_GATE),
     resize_runner="self, *, draft_runners=()",
     compute="model_runner, *, draft_runners=()",
+    decided_late=(UNMODIFIED,),
 )
 FAMILY_0_5_19 = dataclasses.replace(
     _family("0.5.19", "0.5.19", "0.5.16", BUFFER_INFOS[1:], resize_runner="self", compute="model_runner"),

@@ -12,6 +12,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    UNMODIFIED,
     allocator_needs,
     sizing,
     storing,
@@ -29,6 +30,7 @@ FAMILY = Family(
     targets=(
         PLANNER,
         RESOLUTION,
+        UNMODIFIED,
         *sizing("self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1", _ALLOCATOR),
         Target(
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_unified_swa_pools",

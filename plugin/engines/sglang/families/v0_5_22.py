@@ -11,6 +11,7 @@ from kvarena.plugin.engines.sglang.families.shared_targets import (
     REGISTRATION,
     RESOLUTION,
     STAGING,
+    UNMODIFIED,
     allocator_needs,
     sizing,
     storing,
@@ -28,6 +29,7 @@ FAMILY = Family(
     targets=(
         PLANNER,
         RESOLUTION,
+        UNMODIFIED,
         *sizing(
             "self, *, total_bytes, sub_pool_specs, device, enable_memory_saver, page_size=1, "
             "post_capture_active=False, bs1_floor_terms=None, fused_draft=None",

@@ -1,0 +1,1 @@
+"""What must stay free beside the pool: SGLang's worst steps, run after capture and measured."""
