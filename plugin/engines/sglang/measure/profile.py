@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +14,7 @@ from kvarena.errors import KvArenaError
 from kvarena.plugin.engines.sglang.measure.errors import ProfileError
 from kvarena.plugin.engines.sglang.measure.steps import StepShape
 from kvarena.pool.reserve import MeasuredStep
+from kvarena.transfer.owner_only import check_directory, write_atomically
 
 __all__ = ["Profile", "ProfileStore", "flags_of"]
 
@@ -155,15 +154,7 @@ class ProfileStore:
         path = self.path_of(profile.key)
         try:
             self._check_directory(create=True)
-            fd, temporary = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(msgspec.json.encode(profile))
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            write_atomically(path, msgspec.json.encode(profile))
         except (OSError, KvArenaError) as error:
             raise ProfileError(
                 f"the measurement cannot be kept in {path}: {error}", fix="Change KVARENA_PROFILE_DIR."
@@ -171,8 +162,6 @@ class ProfileStore:
         return path
 
     def _check_directory(self, *, create: bool) -> None:
-        from kvarena.transfer.same_host.socket_path import check_directory
-
         check_directory(self.directory, create=create)
 
 
