@@ -112,7 +112,7 @@ def kvarena(place: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def living(place: Path) -> Iterator[int]:
     """A process that serves: this one, with a small pool. Answers the port of its metrics."""
     import torch

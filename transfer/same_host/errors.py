@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarena.transfer.errors import TransferError, TransferFailed
 
-__all__ = ["HandleImportError", "PeerRefused", "WireError"]
+__all__ = ["HandleImportError", "PeerRefused"]
 
 
 class PeerRefused(TransferFailed):
