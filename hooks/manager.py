@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import pluggy
@@ -44,15 +44,18 @@ class HookManager(pluggy.PluginManager):
             if self.is_registered(plugin):
                 self.unregister(plugin)
             raise PluginLoadError(refused, error) from error
-        if registered is None:  # blocked
-            return None
-        for caller in self.get_hookcallers(plugin) or ():
-            for impl in caller.get_hookimpls():
-                if impl.plugin is plugin:
-                    named = _named_wrapper if impl.hookwrapper or impl.wrapper else _named
-                    # pluggy types it as final, yet this is the one place where plugin and function meet.
-                    setattr(impl, "function", named(impl.function, registered, caller.name))  # noqa: B010
         return registered
+
+    def _hookexec(
+        self,
+        hook_name: str,
+        methods: Sequence[pluggy.HookImpl],
+        kwargs: Mapping[str, object],
+        firstresult: bool,
+    ) -> Any:
+        # Every call of every hook goes through here: the place where a failure gets its plugin's name.
+        named = [_named_impl(hook_name, impl) for impl in methods]
+        return super()._hookexec(hook_name, named, kwargs, firstresult)
 
     def load_entry_points(self, group: str = PROJECT) -> list[str]:
         """Load the installed plugins of the entry-point group, in the order of their names.
@@ -130,6 +133,12 @@ def create_manager(
     if entry_points:
         manager.load_entry_points()
     return manager
+
+
+def _named_impl(hook: str, impl: pluggy.HookImpl) -> pluggy.HookImpl:
+    named = _named_wrapper if impl.hookwrapper or impl.wrapper else _named
+    function = named(impl.function, impl.plugin_name, hook)
+    return pluggy.HookImpl(impl.plugin, impl.plugin_name, function, impl.opts)
 
 
 def _named(function: Callable[..., object], plugin: str, hook: str) -> Callable[..., object]:

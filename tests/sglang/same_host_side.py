@@ -97,7 +97,7 @@ class Side:
     # What follows is called from the other process, too: it takes and gives plain values.
 
     def tell(self) -> dict[str, Any]:
-        from kvarena.plugin.engines.sglang.attach import handlers_of
+        from kvarena.plugin.engines.sglang.applied import handlers_of
         from kvarena.plugin.engines.sglang.families.shapes import resolve
         from kvarena.plugin.engines.sglang.same_host import mooncake_hooks as same_host
 

@@ -55,7 +55,7 @@ class Runtime:
         if not self.attached or self.choice is None:
             return ["kvarena is not attached to this process"]
         if self._problems is None:
-            from kvarena.plugin.engines.sglang.attach import application_problems
+            from kvarena.plugin.engines.sglang.applied import application_problems
 
             self._problems = application_problems(self.choice)
         return self._problems

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvarena.plugin.engines.sglang.applied import handlers_of
 from kvarena.plugin.engines.sglang.bound import SglangPool
 from kvarena.plugin.engines.sglang.families.shapes import differences, resolve
 from kvarena.plugin.engines.sglang.families.targets import Shape, Target
@@ -198,8 +199,6 @@ def transfers_of(engine: Any) -> SameHostTransfers | None:
 
 def _not_applied() -> list[str]:
     """Hooks that SGLang did not apply: it logs what goes wrong there, and goes on."""
-    from kvarena.plugin.engines.sglang.attach import handlers_of
-
     return [
         f"the hook on {target.path} was not applied"
         for target in hook_targets()
