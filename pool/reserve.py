@@ -78,7 +78,7 @@ class Reserve:
 
     @property
     def total_bytes(self) -> int:
-        """All terms."""
+        """Bytes that stay free: activations, later allocations and headroom."""
         return self.activation_bytes + sum(nbytes for _, nbytes in self.later) + self.headroom_bytes
 
     def explain(self) -> str:

@@ -128,7 +128,7 @@ class UnifiedPool(ResizablePool, Protocol):
 
     @property
     def arena(self) -> Arena:
-        """The memory."""
+        """The one arena that all sub-pools lie in."""
         ...
 
     @property

@@ -18,7 +18,7 @@ class PageLease(Protocol):
 
     @property
     def request(self) -> str:
-        """Whose pages."""
+        """The request that the pages were granted to."""
         ...
 
     @property

@@ -36,7 +36,7 @@ class Release:
         assert runtime.choice is not None
         self.choice = runtime.choice
         self.family: Family = runtime.family
-        self.layer: Support = runtime.layer or Support.PLANNER_ONLY
+        self.layer: Support = runtime.support or Support.PLANNER_ONLY
         self.pools = resolve("sglang.srt.mem_cache.unified_memory_pool")
         self.registry = resolve("sglang.srt.plugins.hook_registry.HookRegistry")
         self.planner_path = self.family.planner.path

@@ -80,7 +80,7 @@ class PageBounds:
         self._base = self._page_bytes = self._pages = 0
 
     def pages(self, intervals: Intervals, base: int, page_bytes: int) -> int:
-        """The answer."""
+        """Whole pages of `page_bytes` from `base` that the intervals hold; the last answer is remembered."""
         if intervals is not self._intervals or base != self._base or page_bytes != self._page_bytes:
             self._pages = intervals.pages_from(base, page_bytes)
             self._intervals, self._base, self._page_bytes = intervals, base, page_bytes

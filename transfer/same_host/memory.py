@@ -57,7 +57,7 @@ class MemoryDriver(Protocol):
         ...
 
     def release(self, handle: int) -> None:
-        """Drop it."""
+        """Give up this handle; the memory goes when nothing has it mapped."""
         ...
 
     def export_fd(self, handle: int) -> int:

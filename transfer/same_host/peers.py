@@ -20,7 +20,7 @@ __all__ = ["Peers"]
 
 @final
 class Peers:
-    """By name."""
+    """The peers that this engine sends to, by the names that callers gave them."""
 
     def __init__(self, profile: EngineProfile, copier: Copier, exports: Exports, loop: SocketLoop) -> None:
         self.profile = profile
@@ -108,7 +108,7 @@ class Peers:
             peer.close("it was disconnected here")
 
     def close(self) -> None:
-        """Forget all."""
+        """Disconnect every peer; none can connect afterwards."""
         with self._connecting:
             self._closed = True
             peers = self.all

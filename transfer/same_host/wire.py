@@ -71,7 +71,7 @@ class PacketKind(enum.IntEnum):
 
 
 class Packet(NamedTuple):
-    """One message."""
+    """One message between two engines, with the descriptors that came along."""
 
     kind: PacketKind
     body: dict[str, Any]

@@ -121,7 +121,7 @@ class TwoHosts:
             self._down_s = time.monotonic() - self._cut_at
 
     def report(self, *, resent: int) -> HostsReport:
-        """What happened."""
+        """How long the link was down, and what was sent again."""
         down_s = self._down_s
         if self._is_down and self._cut_at is not None:
             down_s = time.monotonic() - self._cut_at

@@ -20,7 +20,7 @@ class Block(Protocol):
     nbytes: int
 
     def fill(self, value: int) -> None:
-        """Every byte."""
+        """Set every byte of the block to `value`."""
         ...
 
     def holds(self, value: int) -> bool:

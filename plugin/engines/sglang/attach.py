@@ -55,7 +55,7 @@ def attach() -> bool:
         )
         return False
     runtime.settings, runtime.choice, runtime.release = settings, choice, release
-    runtime.family, runtime.layer = choice.family, choice.support
+    runtime.family, runtime.support = choice.family, choice.support
     _register(choice)
     runtime.attached = True
     if choice.untested:

@@ -66,8 +66,8 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     Stock's constructor runs on ``meta``, where it touches no byte; the views are then made again, by the
     pool's own builders, over the arena.
     """
-    hardened = runtime.layer is Support.NATIVE
-    if hardened:
+    native = runtime.support is Support.NATIVE
+    if native:
         wanted = runtime.acts() and bool(runtime.planned) and bool(kwargs.get("post_capture_active"))
     else:
         wanted = _configurator.get() is not None
@@ -77,7 +77,7 @@ def construct(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
     roll_call(ranks_of_sglang())
     device = kwargs["device"]
     stock = kwargs | {"device": "meta"}
-    if hardened:
+    if native:
         stock["post_capture_active"] = False
     original(self, **stock)
     floor_terms = getattr(self, "_bs1_floor_terms", None) or _floor_terms(self)
@@ -114,7 +114,7 @@ def _lay_over_arena(
         backed = time.perf_counter()
         _rebind(pool, arena.tensor[:raw_bytes], device)
         bound = SglangPool(pool, arena, runtime.manager, sink_bytes=sink, floor_terms=floor_terms)
-        if runtime.layer is Support.NATIVE:
+        if runtime.support is Support.NATIVE:
             pool.post_capture_active = True
             pool._post_capture_owner = bound
             pool._accessible_bytes = sink

@@ -46,7 +46,7 @@ def _through_ledger(linker: Any, make_engine: Callable[[], EngineMemory]) -> boo
 
 
 def _storages(linker: Any) -> Iterator[tuple[int, int]]:
-    """Address and bytes of the storage behind each buffer, as stock lists them."""
+    """Address and bytes of the storage behind each buffer, as SGLang lists them."""
     for pool in linker.pools.values():
         for buffer in pool.get_hybrid_pool_buffer():
             storage = buffer.untyped_storage()

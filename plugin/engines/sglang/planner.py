@@ -59,17 +59,17 @@ def _decide(original: Callable[[Any], bool], server_args: Any) -> bool:
 
 
 def refusals_of(original: Callable[[Any], bool], server_args: Any) -> tuple[Refusal, ...]:
-    """Every reason at once: of hooks, release, configuration, third parties and stock."""
-    family, layer = runtime.family, runtime.layer
+    """Every reason at once: of hooks, release, configuration, third parties and SGLang itself."""
+    family, support = runtime.family, runtime.support
     problems = runtime.problems()
-    if problems or family is None or layer is None:
+    if problems or family is None or support is None:
         return tuple(Refusal("not_applied", "", problem) for problem in problems)
-    if layer is Support.PLANNER_ONLY:
+    if support is Support.PLANNER_ONLY:
         return (_release_refusal(),)
     try:
         _say_what_has_no_effect(server_args)
         found = list(own_refusals(server_args, own_virtual_ids=family.own_virtual_ids))
-        found += _collect(request_from(server_args, drafts_are_stocks_business=layer is Support.NATIVE))
+        found += _collect(request_from(server_args, drafts_are_stocks_business=support is Support.NATIVE))
         found += _transfer_refusals(server_args)
     except Exception as error:  # noqa: BLE001 - SGLang's own code is asked, which may raise anything
         # A configuration that cannot be read is refused, never guessed at.
@@ -142,7 +142,7 @@ def _collect(request: Any) -> list[Refusal]:
 
 def _stock_agrees(original: Callable[[Any], bool], server_args: Any) -> bool:
     """Stock's conditions, as if sizing were on (and unified memory off, where stock rejects that)."""
-    with _lock, _switched_on(), _unified_hidden(runtime.layer is Support.BACKPORT):
+    with _lock, _switched_on(), _unified_hidden(runtime.support is Support.BACKPORT):
         return bool(original(server_args))
 
 

@@ -25,9 +25,9 @@ class Runtime:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.choice: Choice | None = None
-        """What was chosen for this release; `family` and `layer` are taken from it."""
+        """What was chosen for this release; `family` and `support` are taken from it."""
         self.family: Family | None = None
-        self.layer: Support | None = None
+        self.support: Support | None = None
         self.release = ""
         self.attached = False
         self.planned: bool | None = None

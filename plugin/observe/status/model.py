@@ -80,7 +80,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers submitted for each peer."""
     transfer_seconds: Histogram | None = None
     transfer_sizes: Histogram | None = None
-    """In bytes."""
+    """Bytes of each transfer."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):

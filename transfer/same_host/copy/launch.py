@@ -171,7 +171,7 @@ class Stream:
         cu.cuStreamSynchronize(self.handle)
 
     def close(self) -> None:
-        """Destroy it."""
+        """Destroy the stream and its event; what is under way has ended."""
         cu.cuEventDestroy(self._event)
         cu.cuStreamDestroy(self.handle)
 
@@ -230,5 +230,5 @@ class Launcher:
             raise _failed(f"cuLaunchKernelEx of {programs} programs", code)
 
     def close(self) -> None:
-        """Unload it."""
+        """Unload the compiled module; no launch may be under way."""
         cu.cuModuleUnload(self._module)

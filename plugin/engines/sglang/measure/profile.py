@@ -66,7 +66,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(made, digest=made._digest())
 
     def measured(self) -> list[MeasuredStep]:
-        """The steps."""
+        """The kept peaks as the steps that they were measured of."""
         return [MeasuredStep(step.name, step.nbytes, step.requests) for step in self.steps]
 
     def _digest(self) -> str:
