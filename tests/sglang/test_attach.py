@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sglang
 @pytest.fixture
 def unattached(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that SGLang has not called yet; the hooks that stand stay."""
-    for name in ("attached", "choice", "family", "layer", "settings", "_problems", "planned"):
+    for name in ("attached", "choice", "family", "support", "settings", "_problems", "planned"):
         monkeypatch.setattr(runtime, name, False if name == "attached" else None)
 
 

@@ -293,7 +293,7 @@ def test_without_us_the_planner_is_stocks_but_never_drops_a_reserve_for_nothing(
     if layer is None:
         monkeypatch.setattr(runtime, "_problems", ["a target was not applied"])
     else:
-        monkeypatch.setattr(runtime, "layer", layer)
+        monkeypatch.setattr(runtime, "support", layer)
     hooked = resolve(sglang.planner_path)
     arguments = rig_module.planner_arguments(sglang)
     stock = bool(hooked.__wrapped__(arguments))

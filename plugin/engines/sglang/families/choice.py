@@ -32,6 +32,8 @@ class Choice:
     support: Support | None = None
     reasons: tuple[str, ...] = ()
     """Why it is refused: what differs from the family that was expected."""
+    compared: bool = False
+    """Whether the shapes of what sizes pools fit, so that the code behind them was compared too."""
     untested: str = ""
     """Why nobody can have tested exactly this code; empty: it was tested."""
     unfit: Mapping[Target, str] = field(default_factory=dict)
@@ -73,7 +75,8 @@ def choose(release: str, *, experimental: bool = False, source: SglangSource | N
     except (SyntaxError, OSError, UnicodeError) as error:
         return Choice(reasons=(f"its source cannot be read ({error})",))
     # A new release that fits no family is compared with the one that it is most like.
-    return Choice(reasons=min((choice.reasons for choice in choices), key=len))
+    nearest = min(choices, key=lambda choice: (not choice.compared, len(choice.reasons)))
+    return Choice(reasons=nearest.reasons)
 
 
 def support_of(family: Family, release: str, *, experimental: bool) -> Support:
@@ -97,13 +100,15 @@ def _compare(family: Family, release: str, source: SglangSource, *, experimental
         found = differences(family, shapes=(family.planner,))
         return Choice(family, support, reasons=tuple(found.values()))
     found, nearest = differences(family), ""
-    if not any(_sizes(family, path) for path in found):
+    compared = not any(_sizes(family, path) for path in found)
+    if compared:
         nearest, code = _nearest(family, source, (release,) if tested else family.releases)
         found = code | found
     return Choice(
         family,
         support,
         reasons=tuple(text for path, text in found.items() if _sizes(family, path)),
+        compared=compared,
         untested="" if tested and not found else _why_untested(release, nearest, tested=tested),
         unfit={target: found[target.path] for target in family.targets if target.path in found},
     )
