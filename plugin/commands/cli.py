@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from kvarena.errors import KvArenaError
 from kvarena.plugin.commands.terminal import abandon_stdout, prepare_streams
+from kvarena.plugin.version import kvarena_version
 
 __all__ = ["main"]
 
@@ -34,8 +34,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvarena", description="A KV cache that is sized after its CUDA graphs are captured."
     )
-    version = importlib.metadata.version("kvarena")
-    parser.add_argument("--version", action="version", version=f"kvarena {version}")
+    parser.add_argument("--version", action="version", version=f"kvarena {kvarena_version()}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(f"kvarena.plugin.commands.{name}") for name in COMMANDS}
     for module in modules.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import socket
@@ -17,6 +16,7 @@ from kvarena.plugin.byte_sizes import MIB, format_bytes
 from kvarena.plugin.commands.doctor.findings import Finding
 from kvarena.plugin.commands.terminal import printable
 from kvarena.plugin.config import Settings
+from kvarena.plugin.version import kvarena_version
 
 __all__ = ["examine_gpu_processes", "examine_start", "examine_version"]
 
@@ -29,7 +29,7 @@ _BESIDE: Final = 64
 
 def examine_version() -> Finding:
     """Name what runs."""
-    version = importlib.metadata.version("kvarena")
+    version = kvarena_version()
     what = f"kvarena {version}, Python {platform.python_version()}"
     return Finding(topic="kvarena", verdict="ok", what=what, data={"version": version})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvarena.plugin.commands import cli
 
 KVARENA = [sys.executable, "-m", "kvarena.plugin.commands.cli"]
 #: Through rich, and through a plain write.
@@ -92,3 +94,18 @@ def test_a_path_that_is_no_text_is_in_the_json(environ: dict[str, str]) -> None:
 def test_the_version_is_told() -> None:
     done = subprocess.run([*KVARENA, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.startswith("kvarena 0.")) == (0, True)
+
+
+def test_a_checkout_that_is_not_installed_runs_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPU hosts run one; there the command ended before it began."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "kvarena (a checkout that is not installed)\n"

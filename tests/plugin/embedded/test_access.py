@@ -221,6 +221,7 @@ def test_a_server_whose_construction_fails_leaves_nothing(
     from kvarena.plugin.engines.embedded import decode
 
     engine = make_engine()
+    engine.lifecycle.reporter.close()  # it writes a file now and then, which has a draft beside it
     before = _open_descriptors(), sorted(tmp_path.iterdir())
 
     def fail(*_: object) -> None:
